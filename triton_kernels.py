@@ -255,18 +255,16 @@ def _strided(x):
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #   update_few_rows(p, v, last, grad, place, rows, count, ...) the same with one v per row, for a table of n-grams
 #
-#   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R; the
-#   forward pass of lookup verifies this for tables of tokens. Sums are fp32 and rounded once. With n-grams of several
-#   orders (K of them), ids (K N,) has the rows of the first order for all tokens, then those of the next. A row and its
-#   gradient are multiplied by row sign_ids[t] of signs (S, D).
+#   table (P·R, D): P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R, which lookup verifies
+#   for tables of tokens. Sums are fp32 and rounded once. With n-grams of K orders, ids (K N,) has the rows of the first
+#   order for all tokens, then those of the next. A row and its gradient are multiplied by row sign_ids[t] of signs.
 #
 # The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
 # in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
 # At 49152 tokens update_rows takes 534 µs (the library: 1416).
-# A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory. FewRows has
-# gradients of those rows alone that occurred since the last update. embedding_grad claims a place for a row when it
-# first occurs; a counter of all programs numbers the places. update_few_rows visits these rows, and frees their places.
+# A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory; see
+# FewRows. embedding_grad claims a place for a row when it first occurs; a counter of all programs numbers the places.
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
 # an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
@@ -327,9 +325,8 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
-    place, rows, count: of FewRows, whose gradients grad is; None: row i of grad is that of id i. sorted_ids may have a
-    multiple of N ids, for n-grams of several orders. signs, sign_ids: see the banner."""
+    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id. place, rows, count: of
+    FewRows, whose gradients grad is; None: row i of grad is that of id i."""
     ids = sorted_ids.ids
     if place is not None:  # each id without a place gets one
         listed = ids.long().sort().values
@@ -552,9 +549,9 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that occurred since the last update; that these are at most `most`
-    is not checked. grad (most, D): row i is the gradient of row rows[i], for i below count (1,) int32; place (R,)
-    int32: the row of grad for each row of the table, -1 without. Only places depend on the order of programs."""
+    """The gradients of a table (R, D) for the rows that occurred since the last update, unchecked at most `most`. grad
+    (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of grad for each
+    row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
@@ -596,9 +593,9 @@ class _Lookup(_Function):
 
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
-    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above. signs: (), or
-    (signs, sign_ids). The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table;
-    torch.autograd.grad does not see this. It sets these rows of `touched`, (table's rows,) bool or None, to True."""
+    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams. signs: (), or (signs, sign_ids). The
+    backward pass adds to `table.grad`, or to the gradients of `few`, beside torch.autograd.grad. It sets these rows of
+    `touched`, (table's rows,) bool or None, to True."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -610,8 +607,8 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
-# Row t sees the keys from max(start_t, t - window) to t; both ends grow with t. So a tile of queries (keys) meets one
-# contiguous run of keys (queries). A block is masked only if some row does not see all of it.
+# Both ends of the keys that a row sees grow with the row. So a tile of queries (keys) meets one contiguous run of keys
+# (queries). A block is masked only if some row does not see all of it.
 # Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
 # beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
@@ -902,13 +899,11 @@ def document_of_tokens(cu_seqlens, N):
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
 # embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
 # the view of paired layers requires. Row N takes the half key that the offset moves past the end.
-# Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
-# (not quite 1, because the table is rounded):
+# Backward: x Wᵀ is not kept. The rotated y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ, nearly 1, per pair:
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. Gradients of the gates are added to C columns of dx and dve in place; those of
-# w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
-# Only attention_block checks its arguments; the functions that it calls do not.
+# goes straight into its part of dqkv. Sums for w_out and w_ve are per program, then over programs, so a run repeats bit
+# for bit. Only attention_block checks its arguments; the functions that it calls do not.
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 
 # 128 x 128 tiles on one warp group, three stages of 32 KiB: two programs share an SM, and one finishes its tile while
@@ -1111,8 +1106,8 @@ def exclude_values(y, v, share):
 
 
 def output_grad(dz, y, v, share, gate, of_share=None):
-    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: the output of the
-    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient."""
+    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: dy is dz, and dv
+    and dshare are None. of_share: the parts of share, which then get its gradient."""
     (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
     dy, dv, dshare, part = dz, None, None, None
     if share is not None:
@@ -1334,7 +1329,7 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
-    codes: those of x and weight, which are then not read, and their scales; or none."""
+    codes: those of x and weight, which are then not read, and their scales."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     a, b, *scales = codes or (x, weight)
     launch = PROJECT_LAUNCH[a.dtype]
@@ -1653,10 +1648,10 @@ class Fp8Projections(WeightCodes):
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
-# Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the
-# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ; the library
-# computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for
-# bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
+# Each product is rounded to the dtype, then post and dpre once more, as in mlp_ref. The square and its derivative are
+# the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four products. The forward pass keeps x
+# and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072,
+# relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
@@ -2370,8 +2365,7 @@ pointer_inputs = operation(
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
 # The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
 # HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
-# whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 it overwrites the logits in their own dtype. The
-# backward pass transposes the gradient and computes two products over all rows, scaled by the upstream gradient.
+# whole, the gradient does (2.5 GB of codes at N = 49152); without FP8 it overwrites the logits.
 # With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
@@ -2406,9 +2400,8 @@ def multi_token_targets(targets, count):
 # One program per row reads the row once, and writes the gradient once. After memory, the next limit is the
 # special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
 # share a reciprocal (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
-# The gradient is e u (1 - u) times the factor loss_scale S / Σ. The first pass makes e u (1 - u), but Σ is known only
-# after this pass. Until then, each register holds two of these products as fp16 numbers, so two programs of 512 threads
-# fit an SM: one reads while the other computes.
+# The gradient is e u (1 - u) times loss_scale S / Σ, and Σ is known only after the pass over the row. Until then, each
+# register holds two of these products as fp16, so two programs fit an SM: one reads while the other computes.
 # No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
 
 # (limit in columns, launch parameters); the first entry that fits is used.
@@ -2706,8 +2699,7 @@ class HeadLoss(WeightCodes):
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
 
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
-        """Losses (N,) fp32 of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows.
-        Fills `grad`, of the shape of all logits, with the gradient of the logits / code_scale, and next_losses (N,)."""
+        """cross_entropy of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows."""
         blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
         return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
                                              None if grad is None else grad[rows],
@@ -2724,10 +2716,9 @@ class HeadLoss(WeightCodes):
 # scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
 # symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
 # scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product, without a copy of X.
-# Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the diagonal
-# is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. XTX is
-# the same code with tiles read across and transposed on chip. tests/lesson.py builds this kernel in four steps. For 40
-# matrices of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
+# Only the tiles on and below the diagonal are launched; a tile below it is stored twice, the second time transposed.
+# XTX reads tiles across and transposes them on chip. tests/lesson.py builds this kernel in four steps. For 40 matrices
+# of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
 # Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous
 # axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 
@@ -2885,9 +2876,6 @@ ba_plus_cAA = operation(
 #       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad
 #       scale = 1 / (safety ‖X‖ + 1e-6)                          per matrix, of the rounded X
 #
-#   polar_express(X, scale, ops, steps)
-#       X ← aX + (bP + cPP)X,  P = XXᵀ,  4 or 5 times
-#
 #   normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
 #       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10 √C))                   rows normalised, norm of the matrix kept
@@ -2897,9 +2885,7 @@ ba_plus_cAA = operation(
 #   adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average, average_rate)
 #       m ← beta1 m + (1 − beta1) g;  v ← beta2 v + (1 − beta2) g²;  u = step_size m / (√v + eps)
 #       w ← w − u − [u w > 0] w weight_decay;  average as above
-#   replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps)
-#       the same with numbers of its own for every weight:
-#       lr' = lr lr_mul,  step_size = lr' √(1 − beta2ᵗ) / (1 − beta1ᵗ),  weight_decay = lr'² adam_wd wd_mul
+#   replicated_update(...)                the same with numbers of its own for every weight
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
@@ -3119,8 +3105,8 @@ def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_w
 
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
-# 2505.16932, with its safety of 2e-2; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to
-# 0.85 ... 1.14 in 5 steps, those above 3e-3 to 0.74 ... 1.21 in 4 steps.
+# 2505.16932; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to 0.85 ... 1.14 in 5 steps,
+# those above 3e-3 to 0.74 ... 1.21 in 4 steps.
 POLAR_EXPRESS = {
     5: (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -3173,9 +3159,8 @@ def polar_express(X, scale, ops, steps=5):
 # kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
 # unbind and columns make one gradient of many small tensors. A backward pass writes the parts of a piece's gradient (df
 # per token) beside autograd, and one sum takes the parts of all pieces. A column's df has its place in the matrix.
-# Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
-# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded; who reads it, gets NaN
-# losses.
+# Tensors without memory, one NaN expanded, stand for what is never written: the sums of add_later, the normed stream if
+# its reader takes codes, and its gradient if that travels as codes (GradCodes).
 
 MIX_STREAMS = _contract(stream="N D")
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
@@ -3622,8 +3607,7 @@ class _AddLater(_Function):
 
 def add_later(streams, factors, previous=False):
     """(the streams for later readers, [Added]), one for each place, for one mix. streams (N, D); factors: for each
-    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add. previous:
-    token n adds row n - 1 of the streams, the first token nothing."""
+    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
     results = _AddLater.apply(factors, previous, *streams, *(f for row in factors for f in row if f is not None))
@@ -3748,7 +3732,7 @@ def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
 
 
 def _scale_weights(a, factors, scaled=None, b=None):
-    """scaled ← factors · a, if given; returns Σ a · b for each matrix (L,) fp32, if b is given, over the factor without
+    """scaled ← factors · a, if given; returns Σ a · b of each matrix (L,) fp32, if b is given, over the factor without
     `scaled`. a, b, scaled (L, R, K)."""
     if _takes_ref(a, any_dtype=True):
         dots = None if b is None else (a.float() * b.float()).sum((1, 2))
@@ -3805,9 +3789,8 @@ IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
-#   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
-#   A generic elementwise copy walks over one side with a stride. This kernel transposes tiles on chip.
-# A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
+#   src (M, N), dst (N, M), any strides. The library walks over one side with a stride; this kernel transposes tiles on
+#   chip. A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
 # ChrisJMcCormick used transposes on the tied head (PR 233); samacqua made their tiles larger (PR 240).
 
 TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64
