@@ -20,17 +20,17 @@ A new operation needs what records/guide.md says, a case in data/run/trial.py, a
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
 (572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     360
-  2   attend, attend_backward               sliding-window attention within packed documents           64     280
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     610
-  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       185
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 425
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      295
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 385
-  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
-  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                670
-  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      59
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
+  2   attend, attend_backward               sliding-window attention within packed documents           64     270
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     590
+  4   both_layouts, WeightCodes             FP8 codes; they save in sections 3, 5 and 7                       185
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 420
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      285
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 365
+  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     160
+  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             270
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                645
+  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      56
 """
 
 import collections
