@@ -669,7 +669,7 @@ class LayerWeights(NamedTuple):
     W1: Tensor  # (mlp_dim, D)
     W2: Tensor  # (mlp_dim, D), with one lane times the factor mlp0
     qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k, times a lambda
-    qkv_scales: tuple[Tensor, Tensor] | None = None  # see Fp8Projections; the codes contain the lambda, qkv does not
+    qkv_codes: kernels.ProjectionCodes | None = None  # without those of x; they contain the lambda, qkv does not
     mlp_scales: tuple[Tensor, Tensor] | None = None  # see Fp8Mlps; the codes contain the factor mlp0, W2 does not
     out: Tensor | None = None  # (D, H d), times a lambda
     gate: Tensor | None = None  # (H, GATE_CHANNELS), of the output of attention
@@ -700,7 +700,7 @@ class Factors:
         self.constants, dynamic = constants, {key for counts in networks.values() for key in counts}
         self.factors = {key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic}
         fixed = [key for key in constants if key[1] != "xsa" and key not in dynamic]
-        numbers = iter(self.mix.rows(torch.cat([constants[key] for key in fixed])))
+        numbers = iter(self.mix.unbind(torch.cat([constants[key] for key in fixed])))
         self.factors |= {key: [*islice(numbers, len(constants[key]))] for key in fixed}
         self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
         if networks:
@@ -821,7 +821,7 @@ class GPT(nn.Module):
     def __init__(self, config: Model, ops, dtype, device, ranks=1):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.settings, self.fp8_head, self.fp8_mlps, self.fp8_projections = param_table(config), False, None, None
+        self.settings, self.codes = param_table(config), {}  # codes: label -> WeightCodes, of what trains in FP8
         fields = "attention", "value_embed", "skip_from", "xsa", "dynamic"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa, self.with_dynamic = map(
             config.layers_with, fields)
@@ -881,16 +881,17 @@ class GPT(nn.Module):
                 *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
                 *(self.tables["value_embeds"].lookup(len(self.with_values), token_ids) if self.with_values else ())]
 
-    def projections(self, vs) -> list[tuple[list[int], Tensor]]:
-        """[(layers, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of the heads of q and k.
+    def projections(self, vs, banks=None) -> list[tuple[list[int], str, Tensor]]:
+        """[(layers, label of their bank, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of
+        the heads of q and k, or for some of config.qk_banks.
 
         vs: the matrices V of the layers with attention (layers, D, D).
         """
         found, by_layer = [], dict(zip(self.with_attention, vs.unbind(0)))
-        for layers, label, _ in self.config.qk_banks:
+        for layers, label, _ in banks or self.config.qk_banks:
             qk = self.get_parameter(label).to(vs.dtype).flatten(1, 3)
             own = vs if len(layers) == len(vs) else torch.stack([by_layer[i] for i in layers])
-            found.append((layers, torch.cat((qk, own), 1)))
+            found.append((layers, label, torch.cat((qk, own), 1)))
         return found
 
     def weights_of_layers(self) -> list[LayerWeights]:
@@ -900,34 +901,33 @@ class GPT(nn.Module):
         bank of zeros per layer (PR 233).
         """
         config, dtype, mix, count = self.config, self.dtype, self.ops.mix, len(self.config.layers)
-        trains = torch.is_grad_enabled()
+        codes = self.codes_now()
         of_qkv, of_out = (column.unbind(0) for column in self.sa_lambdas.unbind(1))
 
         def scaled(weights, layers, factors, in_codes=False):
-            matrices = mix.scaled_weights(weights[:, None], torch.stack([factors[i] for i in layers]), in_codes)
-            return {i: matrix for i, [matrix] in zip(layers, matrices)}
+            return {i: matrix for i, [matrix] in zip(layers, mix.scaled_weights(weights[:, None], factors, in_codes))}
 
         vs, os = self.vo_bank.to(dtype).unbind(1)
-        found, in_fp8 = {"qkv": {}}, bool(trains and self.fp8_projections)
-        if in_fp8:
-            found["qkv_scales"] = self.fp8_projections.factored(of_qkv)
-        for layers, weights in self.projections(vs):
-            found["qkv"] |= scaled(weights, layers, of_qkv, in_fp8)
-        found["out"] = scaled(os, self.with_attention, of_out)
+        found = {"qkv": {}, "qkv_codes": {}}
+        for layers, label, weights in self.projections(vs):
+            factors = torch.stack([of_qkv[i] for i in layers])
+            if label in codes:
+                found["qkv_codes"] |= zip(layers, codes[label].of_layers(factors))
+            found["qkv"] |= scaled(weights, layers, factors, label in codes)
+        found["out"] = scaled(os, self.with_attention, torch.stack([of_out[i] for i in self.with_attention]))
 
         # With one lane, the factor of the MLP scales W2, which saves two passes over (N, D) in the backward pass.
         one_lane = min(config.layers_with("two_lanes"), default=count)  # so many layers have one lane
         factors = self.post_lambdas.bfloat16().view(count, -1, 1 + (one_lane < count))[:one_lane, -1, 0]
-        in_fp8 = bool(trains and self.fp8_mlps)
-        if in_fp8:
+        if "mlp_bank" in codes:
             of_all = F.pad(factors, (0, count - one_lane), value=1.0)
-            found["mlp_scales"] = dict(enumerate(self.fp8_mlps.factored(of_all)))
-        mlps = mix.scaled_weights(self.mlp_bank.to(dtype), factors, in_fp8)
+            found["mlp_scales"] = dict(enumerate(codes["mlp_bank"].factored(of_all)))
+        mlps = mix.scaled_weights(self.mlp_bank.to(dtype), factors, "mlp_bank" in codes)
         found["W1"], found["W2"] = (dict(enumerate(matrices)) for matrices in zip(*mlps))
 
-        found["gate"] = dict(zip(self.with_attention, mix.rows(self.attn_gate_bank.to(dtype))))
+        found["gate"] = dict(zip(self.with_attention, mix.unbind(self.attn_gate_bank.to(dtype))))
         if self.with_values:
-            found["value_gate"] = dict(zip(self.with_values, mix.rows(self.ve_gate_bank.to(dtype))))
+            found["value_gate"] = dict(zip(self.with_values, mix.unbind(self.ve_gate_bank.to(dtype))))
         if self.with_skip:
             skips = zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))
             found["skip"] = dict(zip(self.with_skip, skips))
@@ -940,7 +940,7 @@ class GPT(nn.Module):
         heads, or None; documents: {paired: document_of_tokens}."""
         layer, codes = self.config.layers[i], stream.codes
         rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
-        codes = codes and self.fp8_projections(i, codes, w.qkv_scales)
+        codes = codes and w.qkv_codes._replace(x8=codes[0], x8_t=codes[1])
         y = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
                                attn.long_window if layer.long else attn.short_window, scale, layer.paired, layer.long,
                                layer.narrow, codes, stream.first if codes else None, xsa, documents[layer.paired])
@@ -948,9 +948,13 @@ class GPT(nn.Module):
 
     def mlp(self, i, w: LayerWeights, stream: kernels.Mixed, grad_codes=None):
         """Output of the MLP of layer i (N, D). grad_codes: as in `kernels.mix`."""
-        if self.fp8_mlps and torch.is_grad_enabled():
-            return self.fp8_mlps(i, stream.normed, w.W1, w.W2, w.mlp_scales, stream.codes, grad_codes)
+        if mlps := self.codes_now().get("mlp_bank"):
+            return mlps(i, stream.normed, w.W1, w.W2, w.mlp_scales, stream.codes, grad_codes)
         return self.ops.mlp(stream.normed, w.W1, w.W2)
+
+    def codes_now(self):
+        """`codes`, or none without gradients: only training is in FP8."""
+        return self.codes if torch.is_grad_enabled() else {}
 
     def read(self, stream: kernels.Mixed, reader) -> kernels.Mixed:
         """The stream with what the reader of its norm needs."""
@@ -958,10 +962,11 @@ class GPT(nn.Module):
 
     def readers(self) -> tuple[kernels.Reader, kernels.Reader, kernels.Reader]:
         """How attention, MLPs and head read a normed stream: in FP8 only in training."""
-        trains, scale = torch.is_grad_enabled(), kernels.x8_scale(self.config.model_dim)
-        return (kernels.Reader(scale, GATE_CHANNELS) if trains and self.fp8_projections else kernels.Reader(),
-                kernels.Reader(scale) if trains and self.fp8_mlps else kernels.Reader(),
-                kernels.Reader(kernels.X_SCALE if trains and self.fp8_head else None, whole=True))
+        codes, scale = self.codes_now(), kernels.x8_scale(self.config.model_dim)
+        in_fp8 = codes.keys() & {label for _, label, _ in self.config.qk_banks}
+        return (kernels.Reader(scale, GATE_CHANNELS) if in_fp8 else kernels.Reader(),
+                kernels.Reader(scale) if "mlp_bank" in codes else kernels.Reader(),
+                kernels.Reader(kernels.X_SCALE if "lm_head" in codes else None, whole=True))
 
     def layers(self, embeddings, tokens, cu_seqlens, attn: AttentionSettings) -> Output:
         """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
@@ -1048,7 +1053,7 @@ class GPT(nn.Module):
             # With one lane, W2 contains the factor of the output of the MLP.
             next_reader = by_attention if i in input_sources else None if i + 1 in changing else reader(i + 1)
             if lane1 is None:
-                grad_codes = self.fp8_mlps and self.fp8_mlps.new_grad_codes()
+                grad_codes = self.codes["mlp_bank"].new_grad_codes() if "mlp_bank" in self.codes else None
                 m = self.mlp(i, w, self.read(lane0, by_mlp), grad_codes)
                 lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, (), grad_codes)
             else:
@@ -1740,16 +1745,17 @@ class Trainer:
         self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
         self.optimizer = NorMuonAndAdam(self.model, config, rt, ops)
         self.update_graphs = UpdateGraphs(self.update, has_graphs, self.graphs, update_numbers(config, self.plans[0]))
-        self.model.fp8_head = config.system.fp8
         longest = max(max(plan.micro_batch_tokens for plan in self.plans), config.data.val_batch_tokens)
         self.shared = [self.model.tables[label] for label in self.optimizer.of_rows if rt.world > 1]
         for table in self.shared:
             table.share(longest * len(config.model.ngrams), rt)
+        self.model.codes |= {"lm_head": self.head} if config.system.fp8 else {}
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
-            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
-        if config.system.fp8_qkv:
-            self.model.fp8_projections = kernels.Fp8Projections(
-                lambda: self.model.projections(self.model.vo_bank.detach()[:, 0]), 1 / self.micro_steps)
+            self.model.codes["mlp_bank"] = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
+        for bank in config.model.qk_banks if config.system.fp8_qkv else ():
+            self.model.codes[bank[1]] = kernels.Fp8Projections(
+                lambda bank=bank: self.model.projections(self.model.vo_bank.detach()[:, 0], [bank])[0][2],
+                1 / self.micro_steps)
         self.attn = attention_settings(config, rt.device, self.dtype)
         self.profiler = profiler and profiler(self)
         self.synchronize()
@@ -1783,11 +1789,8 @@ class Trainer:
 
     def quantise_weights(self, mlp_scales=None):
         """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
-        self.head.refresh()
-        if self.model.fp8_mlps:
-            self.model.fp8_mlps.load_state_dict(mlp_scales)
-        if self.model.fp8_projections:
-            self.model.fp8_projections.refresh()
+        for codes in self.model.codes.values():
+            codes.load_state_dict(mlp_scales)
 
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch."""
@@ -1959,15 +1962,10 @@ class Trainer:
     def update(self, plan, numbers):
         """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
         self.optimizer.step(plan, numbers)
-        if plan.adam:
-            with trace_range("update head codes"):
-                self.head.refresh()
-        if self.model.fp8_mlps:
-            with trace_range("update MLP codes"):
-                self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
-        if self.model.fp8_projections:
-            with trace_range("update projection codes"):
-                self.model.fp8_projections.refresh()
+        for label, codes in self.model.codes.items():
+            if plan.adam or label != "lm_head":
+                with trace_range(f"update codes of {label}"):
+                    codes.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
 
 
 if __name__ == "__main__":

@@ -20,17 +20,17 @@ A new operation needs what records/guide.md says, a case in data/run/trial.py, a
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
 (572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     360
-  2   attend, attend_backward               sliding-window attention within packed documents           64     280
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     610
-  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       185
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 425
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      295
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 385
-  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
-  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                670
-  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      59
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
+  2   attend, attend_backward               sliding-window attention within packed documents           64     270
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     590
+  4   both_layouts, WeightCodes             FP8 codes; they save in sections 3, 5 and 7                       185
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 420
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      285
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 365
+  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     160
+  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             270
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                645
+  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      56
 """
 
 import collections
@@ -117,6 +117,12 @@ class _Function(torch.autograd.Function):
         cls.forward, cls.backward = staticmethod(cls.forward), staticmethod(once_differentiable(cls.backward))
 
 
+def _summed(parts, *tensors):
+    """Gradients of tensors from the parts of a launch's programs (programs, elements of all tensors), fp32."""
+    sums = parts.sum(0).split([x.numel() for x in tensors])
+    return [total.view(x.shape).to(x.dtype) for total, x in zip(sums, tensors)]
+
+
 def rms_norm(x):
     """x / rms(x) over the last axis, in fp32 inside; no gain."""
     return F.rms_norm(x, (x.size(-1),), eps=RMS_EPS)
@@ -158,36 +164,40 @@ def _require(op, contract, given, sizes, dtype, device):
         dense = layout == "strided" or tensor.is_contiguous() or layout == "rows" and tensor.stride(-1) == 1
         dtypes = dtypes or (dtype,)
         if not (fits and dense and tensor.device == device and tensor.dtype in dtypes):
-            known = [sizes.get(axis, axis) for axis in axes]
-            wanted = [size for part in known for size in (part if isinstance(part, tuple) else [part])]
             kind = {"": "contiguous ", "rows": "contiguous rows of ", "strided": ""}[layout]
-            wanted = f"({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)})"
+            wanted = ", ".join(filter(None, (str(sizes.get(axis, axis)).strip("(),") for axis in axes)))
+            wanted = f"({wanted})" if ", " in wanted else f"({wanted},)"
             raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on"
                              f" {device}, got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                              f" on {tensor.device}")
 
 
 def operation(reference, any_dtype=False, label=None, check=lambda **given: None, **texts):
-    """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
-    texts {argument: "axes: dtypes layout"}. Axes: a letter is one size in all arguments, a number is itself, "..." is
-    any first axes, a "?" in front allows None. Dtypes: without, that of the first argument. Layout: "rows" (unit stride
-    in the last axis), "strided" (any strides), or contiguous. A wrong tensor raises a ValueError.
+    """Decorator of a function with the arguments of its `reference`, <name>_ref: it checks the tensors, sends CPU
+    tensors to the reference, and registers both functions as <name>, or as `label`.
+    texts {argument: "axes: dtypes layout"}; "argument.field" is a field of a named tuple. Axes: a letter is one size in
+    all arguments, a number is itself, "..." is any first axes, a "?" in front allows None. Dtypes: without, that of the
+    first argument. Layout: "rows" (unit stride in the last axis), "strided" (any strides), or contiguous. A wrong
+    tensor raises a ValueError.
     check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
-    `_takes_ref`; label: the name in IMPLEMENTATIONS."""
+    `_takes_ref`."""
     def decorate(wrapper):
-        op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
+        op, names = reference.__name__.removesuffix("_ref"), reference.__code__.co_varnames
+        contract = _contract(**texts)
 
-        @functools.wraps(wrapper)
+        @functools.wraps(reference)
         def checked(*args, **options):
             given = dict(zip(names, args)) | options
             first, *others = (given[name] for name in contract if given.get(name) is not None)
-            _require(op, contract, given, {}, first.dtype, first.device)
+            fields = {f"{name}.{field}": x for name, value in given.items() if hasattr(value, "_asdict")
+                      for field, x in value._asdict().items()}
+            _require(op, contract, given | fields, {}, first.dtype, first.device)
             if fault := check(**given):
                 raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
                 return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
             return wrapper(*args, **options)
-        checked.__doc__ = wrapper.__doc__ or reference.__doc__
+        checked.__name__, checked.__doc__ = op, wrapper.__doc__ or reference.__doc__
         IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}
         return checked
     return decorate
@@ -202,22 +212,23 @@ def _number(x):
 
 
 @triton.jit
+def _load(X, n, d, N, D):
+    """Tile (rows n, columns d) of X (N, D), zeros beyond the edges."""
+    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile(X, n, d, N, D):
+    return _load(X, n, d, N, D).to(tl.float32)
+
+
+@triton.jit
 def _matrix_tile(X, m, k, M, K, ROWS, COLUMNS):
     """(ROWS, COLUMNS) tile of X (M, K) from row m and column k on, zeros beyond the edges; X: see _matrix_tiles."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([m, k])
     else:
-        rows = m + tl.arange(0, ROWS)
-        columns = k + tl.arange(0, COLUMNS)
-        return tl.load(X + rows.to(tl.int64)[:, None] * K + columns[None, :],
-                       mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _tile(X, n, d, N, D):
-    """fp32 tile (rows n, columns d) of X (N, D)."""
-    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :],
-                   other=0.0).to(tl.float32)
+        return _load(X, m + tl.arange(0, ROWS), k + tl.arange(0, COLUMNS), M, K)
 
 
 @triton.jit
@@ -244,18 +255,16 @@ def _strided(x):
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #   update_few_rows(p, v, last, grad, place, rows, count, ...) the same with one v per row, for a table of n-grams
 #
-#   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R; the
-#   forward pass of lookup verifies this for tables of tokens. Sums are fp32 and rounded once. With n-grams of several
-#   orders (K of them), ids (K N,) has the rows of the first order for all tokens, then those of the next. A row and its
-#   gradient are multiplied by row sign_ids[t] of signs (S, D).
+#   table (P·R, D): P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R, which lookup verifies
+#   for tables of tokens. Sums are fp32 and rounded once. With n-grams of K orders, ids (K N,) has the rows of the first
+#   order for all tokens, then those of the next. A row and its gradient are multiplied by row sign_ids[t] of signs.
 #
 # The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
 # in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
 # At 49152 tokens update_rows takes 534 µs (the library: 1416).
-# A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory. FewRows has
-# gradients of those rows alone that occurred since the last update. embedding_grad claims a place for a row when it
-# first occurs; a counter of all programs numbers the places. update_few_rows visits these rows, and frees their places.
+# A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory; see
+# FewRows. embedding_grad claims a place for a row when it first occurs; a counter of all programs numbers the places.
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
 # an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
@@ -301,14 +310,10 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr
     tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
 
 
-def _check_orders(ids, orders=1, signs=None, sign_ids=None, **others):
-    if len(ids) % orders:
-        return f"{len(ids)} ids for {orders} orders"
-    return None if (signs is None) == (sign_ids is None) else "signs and sign_ids belong together"
-
-
-@operation(signed_rows_ref, any_dtype=True, check=_check_orders, table="R D: bf16 fp32", ids="M: int32",
-           signs="?S D: bf16 fp32", sign_ids="?M: int32")
+@operation(signed_rows_ref, any_dtype=True, table="R D: bf16 fp32", ids="M: int32", signs="?S D: bf16 fp32",
+           sign_ids="?M: int32", check=lambda ids, orders=1, signs=None, sign_ids=None, **others: (
+               f"{len(ids)} ids for {orders} orders" if len(ids) % orders else
+               (signs is None) != (sign_ids is None) and "signs and sign_ids belong together"))
 def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
     N, D = len(ids) // orders, table.size(1)
     dtype = table.dtype if signs is None else torch.promote_types(table.dtype, signs.dtype)
@@ -320,9 +325,8 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
-    place, rows, count: of FewRows, whose gradients grad is; None: row i of grad is that of id i. sorted_ids may have a
-    multiple of N ids, for n-grams of several orders. signs, sign_ids: see the banner."""
+    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id. place, rows, count: of
+    FewRows, whose gradients grad is; None: row i of grad is that of id i."""
     ids = sorted_ids.ids
     if place is not None:  # each id without a place gets one
         listed = ids.long().sort().values
@@ -417,9 +421,7 @@ def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: constexpr, ROWS
         old = tl.load(target, mask=column < D, other=0.0)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(begin, end, ROWS):
-            piece = start + tl.arange(0, ROWS)
-            total += tl.load(Sums + piece.to(tl.int64)[:, None] * D + column[None, :],
-                             mask=(piece < end)[:, None] & (column < D)[None, :], other=0.0)
+            total += _load(Sums, start + tl.arange(0, ROWS), column, end, D)
         tl.store(target, (tl.sum(total, axis=0) + old).to(Grad.dtype.element_ty), mask=column < D)
         group += tl.num_programs(0)
         begin, end = _load_group(Pieces, group, N)
@@ -431,8 +433,6 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
     (tokens, D), N = upstream.shape, len(sorted_ids.ids)
     if N % tokens:
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
-    if not (place is None) == (rows is None) == (count is None):
-        raise ValueError("embedding_grad: place, rows and count belong together")
     if (signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N:
         raise ValueError(f"embedding_grad: signs need a sign_id for each of the {N} ids")
     if sorted_ids.pieces is None or sorted_ids.pieces.shape != (5, N + 1):
@@ -549,9 +549,9 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that occurred since the last update; that these are at most `most`
-    is not checked. grad (most, D): row i is the gradient of row rows[i], for i below count (1,) int32; place (R,)
-    int32: the row of grad for each row of the table, -1 without. Only places depend on the order of programs."""
+    """The gradients of a table (R, D) for the rows that occurred since the last update, unchecked at most `most`. grad
+    (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of grad for each
+    row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
@@ -593,9 +593,9 @@ class _Lookup(_Function):
 
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
-    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above. signs: (), or
-    (signs, sign_ids). The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table;
-    torch.autograd.grad does not see this. It sets these rows of `touched`, (table's rows,) bool or None, to True."""
+    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams. signs: (), or (signs, sign_ids). The
+    backward pass adds to `table.grad`, or to the gradients of `few`, beside torch.autograd.grad. It sets these rows of
+    `touched`, (table's rows,) bool or None, to True."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -607,8 +607,8 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
-# Row t sees the keys from max(start_t, t - window) to t; both ends grow with t. So a tile of queries (keys) meets one
-# contiguous run of keys (queries). A block is masked only if some row does not see all of it.
+# Both ends of the keys that a row sees grow with the row. So a tile of queries (keys) meets one contiguous run of keys
+# (queries). A block is masked only if some row does not see all of it.
 # Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
 # beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
@@ -757,69 +757,58 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: cons
     tl.store(lse + head.to(tl.int64) * stride_h + t, tl.log2(total) - tl.log2(gate), mask=t < N)
 
 
-@triton.jit
-def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, D, DV, BLOCK):
-    """Gradient of the queries m0 ... m0 + BLOCK - 1 of one head."""
-    low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
-    lse = _load_scalars(Lse, head, m0, N, BLOCK)
-    row_dot = _load_scalars(RowDot, head, m0, N, BLOCK)
-    dq = tl.zeros((BLOCK, D), dtype=tl.float32)
-    for n0 in range(first, last + 1, BLOCK):
-        k = _load_tile(K, head, n0, N, BLOCK, D)
-        v = _load_tile(V, head, n0, N, BLOCK, DV)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")
-        dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
-        x = _mask_keys(x, low, m0, n0, to_all, BLOCK, BLOCK)
-        ds = tl.exp2(x * (scale * LOG2_E) - lse[:, None]) * (dp - row_dot[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    _store_tile((dQ, H * D), dq * scale, head, m0, N, BLOCK, D)
-
-
-@triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, Grads, End, N, H, window, scale, D, DV, BLOCK):
-    """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
-    _, dK, dV, dV0 = Grads
-    # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
-    s = n0 + tl.arange(0, BLOCK)
-    high, last, of_all = _queries_of_keys(End, n0, N, window, BLOCK)
-    k = _load_tile(K, head, n0, N, BLOCK, D)
-    v = _load_tile(V, head, n0, N, BLOCK, DV)
-    dk = tl.zeros((BLOCK, D), dtype=tl.float32)
-    if dV0 is None:
-        dv = tl.zeros((BLOCK, DV), dtype=tl.float32)
-    else:
-        dv = _load_tile((dV0, H * DV, DV), head, n0, N, BLOCK, DV).to(tl.float32)
-    for m0 in range(n0, last + 1, BLOCK):
-        q = _load_tile(Q, head, m0, N, BLOCK, D)
-        dy = _load_tile(dY, head, m0, N, BLOCK, DV)
-        t = m0 + tl.arange(0, BLOCK)
-        lse = _load_scalars(Lse, head, m0, N, BLOCK)
-        row_dot = _load_scalars(RowDot, head, m0, N, BLOCK)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee")  # (keys, queries)
-        dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
-        if (m0 < n0 + BLOCK - 1) | (m0 + BLOCK - 1 > of_all):
-            x = tl.where((t[None, :] - s[:, None]).to(tl.uint32) <= (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        p = tl.exp2(x * (scale * LOG2_E) - lse[None, :])
-        dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
-        ds = p * (dp - row_dot[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    _store_tile((dK, H * D), dk * scale, head, n0, N, BLOCK, D)
-    _store_tile(dV, dv, head, n0, N, BLOCK, DV)
-
-
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads,
                                Start, End, N, H, window, scale, D: constexpr, DV: constexpr, BLOCK: constexpr):
+    # Of one head. The gradient of the values adds to dV0, if given.
+    dQ, dK, dV, dV0 = Grads
     tile = tl.program_id(0) // 2
     head = tile % H
-    first = tile // H * BLOCK
-    if tl.program_id(0) % 2 == 0:
-        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads, End, N, H, window,
-                  scale, D, DV, BLOCK)
-    else:
-        q = _load_tile(Q, head, first, N, BLOCK, D)
-        dy = _load_tile(dY, head, first, N, BLOCK, DV)
-        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, Grads[0], Start, N, H, window, scale, D, DV, BLOCK)
+    i0 = tile // H * BLOCK
+    if tl.program_id(0) % 2 == 0:  # keys and values i0 ... i0 + BLOCK - 1
+        # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
+        s = i0 + tl.arange(0, BLOCK)
+        high, last_query, of_all = _queries_of_keys(End, i0, N, window, BLOCK)
+        k = _load_tile(k_tiles, head, i0, N, BLOCK, D)
+        v = _load_tile(v_tiles, head, i0, N, BLOCK, DV)
+        dk = tl.zeros((BLOCK, D), dtype=tl.float32)
+        if dV0 is None:
+            dv = tl.zeros((BLOCK, DV), dtype=tl.float32)
+        else:
+            dv = _load_tile((dV0, H * DV, DV), head, i0, N, BLOCK, DV).to(tl.float32)
+        for m0 in range(i0, last_query + 1, BLOCK):
+            q = _load_tile(q_tiles, head, m0, N, BLOCK, D)
+            dy = _load_tile(dy_tiles, head, m0, N, BLOCK, DV)
+            t = m0 + tl.arange(0, BLOCK)
+            lse = _load_scalars(lse_tiles, head, m0, N, BLOCK)
+            row_dot = _load_scalars(row_dot_tiles, head, m0, N, BLOCK)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee")  # (keys, queries)
+            dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
+            if (m0 < i0 + BLOCK - 1) | (m0 + BLOCK - 1 > of_all):
+                seen = (t[None, :] - s[:, None]).to(tl.uint32) <= (high - s).to(tl.uint32)[:, None]
+                x = tl.where(seen, x, float("-inf"))
+            p = tl.exp2(x * (scale * LOG2_E) - lse[None, :])
+            dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
+            ds = p * (dp - row_dot[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        _store_tile((dK, H * D), dk * scale, head, i0, N, BLOCK, D)
+        _store_tile(dV, dv, head, i0, N, BLOCK, DV)
+    else:  # queries i0 ... i0 + BLOCK - 1
+        q = _load_tile(Q, head, i0, N, BLOCK, D)
+        dy = _load_tile(dY, head, i0, N, BLOCK, DV)
+        low, first_key, last_key, to_all = _keys_of_queries(Start, i0, N, window, BLOCK)
+        lse = _load_scalars(Lse, head, i0, N, BLOCK)
+        row_dot = _load_scalars(RowDot, head, i0, N, BLOCK)
+        dq = tl.zeros((BLOCK, D), dtype=tl.float32)
+        for n0 in range(first_key, last_key + 1, BLOCK):
+            k = _load_tile(k_tiles, head, n0, N, BLOCK, D)
+            v = _load_tile(v_tiles, head, n0, N, BLOCK, DV)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
+            x = _mask_keys(x, low, i0, n0, to_all, BLOCK, BLOCK)
+            ds = tl.exp2(x * (scale * LOG2_E) - lse[:, None]) * (dp - row_dot[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        _store_tile((dQ, H * D), dq * scale, head, i0, N, BLOCK, D)
 
 
 def _aligned_for_tma(x):
@@ -910,13 +899,11 @@ def document_of_tokens(cu_seqlens, N):
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
 # embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
 # the view of paired layers requires. Row N takes the half key that the offset moves past the end.
-# Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
-# (not quite 1, because the table is rounded):
+# Backward: x Wᵀ is not kept. The rotated y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ, nearly 1, per pair:
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. Gradients of the gates are added to C columns of dx and dve in place; those of
-# w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
-# Only attention_block checks its arguments; the functions that it calls do not.
+# goes straight into its part of dqkv. Sums for w_out and w_ve are per program, then over programs, so a run repeats bit
+# for bit. Only attention_block checks its arguments; the functions that it calls do not.
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 
 # 128 x 128 tiles on one warp group, three stages of 32 KiB: two programs share an SM, and one finishes its tile while
@@ -1041,16 +1028,16 @@ def head_gates(x, ve, w_ve, w_out, paired):
 
 
 def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, of_ve=None, of_out=None):
-    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `rows`)."""
-    N, shape = len(x), (triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), *w_out.shape)
-    given = [None if w is None else _part(of_w, x, *shape) for w, of_w in ((w_ve, of_ve), (w_out, of_out))]
-    own = [x.new_empty(shape, dtype=torch.float32) if w is not None and part is None else None
-           for w, part in zip((w_ve, w_out), given)]
-    parts = [part if mine is None else mine for part, mine in zip(given, own)]
-    _head_gates_grad_kernel[shape[:1]](
-        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, N,
+    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `unbind`)."""
+    programs, parts, grads = triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), [None, None], [None, None]
+    for i, (w, of_w) in enumerate(((w_ve, of_ve), (w_out, of_out))):
+        if w is not None and (part := _part(of_w, x, programs, *w.shape)) is None:
+            part = grads[i] = x.new_empty(programs, *w.shape, dtype=torch.float32)
+        parts[i] = None if w is None else part
+    _head_gates_grad_kernel[(programs,)](
+        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, len(x),
         **_gate_launch(ve, w_out, paired))
-    return [None if mine is None else mine.sum(0).to(w_out.dtype) for mine in own]
+    return [grad if grad is None else _summed(grad.flatten(1), w_out)[0] for grad in grads]
 
 
 # ---- Exclusive attention ---------------------------------------------------------------------------------------------
@@ -1119,8 +1106,8 @@ def exclude_values(y, v, share):
 
 
 def output_grad(dz, y, v, share, gate, of_share=None):
-    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: the output of the
-    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient."""
+    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: dy is dz, and dv
+    and dshare are None. of_share: the parts of share, which then get its gradient."""
     (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
     dy, dv, dshare, part = dz, None, None, None
     if share is not None:
@@ -1180,22 +1167,6 @@ def _rotated(x, Rotary, row, inside, part, WIDTH, BLOCK):
 
 
 @triton.jit
-def _heads_of_tile(tile, H, NARROW):
-    """(part, head) twice, for the lower and the upper half of the columns of a tile; part 0, 1, 2: q, k, v. Only tiles
-    of q and k in narrow layers have two heads; with an odd H, one tile has the last of q and the first of k."""
-    if NARROW:
-        part = tl.minimum(2 * tile // H, 2)
-        h = tl.where(part == 2, tile - H, 2 * tile % H)
-        next_part, next_h = part, h + 1
-        if H % 2:
-            next_part, next_h = tl.minimum((2 * tile + 1) // H, 2), (2 * tile + 1) % H
-    else:
-        part, h = tile // H, tile % H
-        next_part, next_h = part, h
-    return part, h, next_part, next_h
-
-
-@triton.jit
 def _head_rstd(squares, Rstd, part, h, t, N, H, D):
     """1 / rms (BLOCK, 1) of a head of D channels from its sum of squares (BLOCK,), stored for q and k; 1 for v."""
     rstd = tl.rsqrt(squares / D + _RMS_EPS)
@@ -1225,8 +1196,17 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if Scales is not None:
             acc *= scale
+        # The head of the lower and of the upper half of the columns; part 0, 1, 2: of q, k, v. Only tiles of q and k in
+        # narrow layers have two heads; with an odd H, one tile has the last of q and the first of k.
+        if NARROW:
+            part = tl.minimum(2 * tile // H, 2)
+            h = tl.where(part == 2, tile - H, 2 * tile % H)
+            next_part, next_h = part, h + 1
+            if H % 2:
+                next_part, next_h = tl.minimum((2 * tile + 1) // H, 2), (2 * tile + 1) % H
+        else:
+            part, h = tile // H, tile % H
         # Masks instead of branches on `part`, which would keep Triton from joining both loops into one pipelined loop.
-        part, h, next_part, next_h = _heads_of_tile(tile, H, NARROW)
         t = first + tl.arange(0, BLOCK_M)
         token = t.to(tl.int64)[:, None]
         inside = (t < N)[:, None]
@@ -1314,18 +1294,6 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
 
 
 @triton.jit
-def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H, D):
-    """Gradients of the value embeddings Ve, a pointer and a stride, and of their gate from dv (BLOCK, D)."""
-    token = t.to(tl.int64)[:, None]
-    column = (h * D)[:, None] + tl.arange(0, D)[None, :]
-    row = t * H + h
-    gate = tl.load(Gate + row, mask=t < N, other=0.0).to(tl.float32)
-    ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
-    tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
-    tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
-
-
-@triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: constexpr,
                          OFFSET: constexpr, NARROW: constexpr, COPY: constexpr, H: constexpr, D: constexpr,
                          BLOCK: constexpr):
@@ -1351,12 +1319,17 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
         if COPY:
             _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
-            _value_grad(dv.to(tl.float32), Ve, Gate, dVe, dGate, t, h, N, H, D)
+            dv = dv.to(tl.float32)
+            column = (h * D)[:, None] + tl.arange(0, D)[None, :]
+            gate = tl.load(Gate + (t * H + h), mask=t < N, other=0.0).to(tl.float32)
+            ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
+            tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
+            tl.store(dGate + (t * H + h), tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
 
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
-    codes: those of x and weight, which are then not read, and their scales; or none."""
+    codes: those of x and weight, which are then not read, and their scales."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     a, b, *scales = codes or (x, weight)
     launch = PROJECT_LAUNCH[a.dtype]
@@ -1446,9 +1419,6 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
     return y if share is None else exclude_values_ref(y, v, share)
 
 
-BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
-
-
 def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
@@ -1468,16 +1438,15 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=Fals
     if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
         return f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got {got[0]} and {got[1]}"
-    if codes is not None:
-        if any(size % 16 for size in (N, *weight.shape)):
-            return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
-        given = {f"codes.{name}": x for name, x in codes._asdict().items()}
-        _require("attention_block", BLOCK_CODES, given, {"N": N, "D": D, "R": len(weight)}, E4M3, x.device)
+    if codes is not None and any(size % 16 for size in (N, *weight.shape)):
+        return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
            weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
-           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided")
+           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided",
+           **{"codes.x8": "?N D: e4m3", "codes.x8_t": "?D N: e4m3", "codes.w8": "?R D: e4m3",
+              "codes.w8_t": "?D R: e4m3"})
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
                     codes=None, first=None, share=None, documents=None):
     """y (N, H, d); differentiable in x, weight, share, ve, w_ve and w_out. See the banner above."""
@@ -1495,7 +1464,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 #   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; mix makes codes where it makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
-#   Fp8Projections                                             the codes of section 3's projection
+#   WeightCodes, Fp8Projections                                codes of weights; of section 3's projection
 #
 # Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
 # stays NaN. Operands of the forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the
@@ -1518,22 +1487,12 @@ def transposed(codes):
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
-def _new_codes(x):
-    """Empty e4m3 codes like x (..., M, N), and for their transpose."""
-    return [torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT)]
-
-
 def both_layouts(x, scale, dtype):
     """Codes of x (..., M, N) / scale in `dtype`, and their transpose (..., N, M). scale: a number or a tensor (...)."""
     limit, inverse = FP8_MAX[dtype], 1 / scale
     inverse = inverse[..., None, None] if isinstance(scale, Tensor) else inverse
     codes = (x.float() * inverse).clamp(-limit, limit).to(dtype).contiguous()
     return codes, transposed(codes) if codes.ndim == 2 else codes.mT.clone(memory_format=torch.contiguous_format)
-
-
-def _factored(pairs, factors):
-    """Pairs of 0-D scales, from pairs (n, 2, 4) of which each first number counts, times the factors (n,)."""
-    return [tuple(pair) for pair in (pairs * factors.detach()[:, None, None])[..., 0].unbind(0)]
 
 
 def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16, out=None):
@@ -1585,21 +1544,13 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _quantise_weights(x, scales, codes, codes_t, static=False):
-    """Launch the kernel; the interpreter is exact only for values that FP8 holds."""
-    (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
-    largest = None if static else torch.linalg.vector_norm(x, math.inf, (-2, -1))
-    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
-    _quantise_weights_kernel[(tiles, matrices)](
-        x, largest, scales, codes, codes_t, M, N, scales.size(1), *scales.stride(), **launch)
-
-
 # x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
 WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
-    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given."""
+    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given. The interpreter
+    is exact only for values that FP8 holds."""
     given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
     _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
@@ -1607,8 +1558,38 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
         for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
             target.copy_(new)
     else:
-        _quantise_weights(x, scales, codes, codes_t, static)
+        (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
+        largest = None if static else torch.linalg.vector_norm(x, math.inf, (-2, -1))
+        tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+        _quantise_weights_kernel[(tiles, matrices)](
+            x, largest, scales, codes, codes_t, M, N, scales.size(1), *scales.stride(), **launch)
     torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
+
+
+class WeightCodes:
+    """The e4m3 codes of weights that train in FP8: codes (..., M, N) and codes_t (..., N, M). weights: function that
+    returns the weights (..., M, N) bf16; scales (layers, matrices of a layer): made, or static. Call `refresh` after
+    every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
+    def __init__(self, weights, scales, static=False):
+        self.weights, self.of_weights, self.static = weights, scales, static
+        x = weights()
+        self.codes, self.codes_t = (torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT))
+        self.load_state_dict()
+
+    def load_state_dict(self, state=None):
+        """Make the codes of loaded weights. state: delayed scales; see Fp8Mlps."""
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self, max_over_ranks=None):
+        """Make the codes again. max_over_ranks: dist.all_reduce with MAX, for delayed scales."""
+        x, *codes = (x.view(-1, *x.shape[-2:]) for x in (self.weights(), self.codes, self.codes_t))
+        quantise_weights(x, self.of_weights, *codes, self.static)
+
+    def factored(self, factors):
+        """For each layer the 0-D scales of its last matrix, and of the other operand of its gradient, times its factor;
+        factors (layers,). They are `pairs` (layers, 2, 4)."""
+        return [tuple(pair) for pair in (self.pairs * factors.detach()[:, None, None])[..., 0].unbind(0)]
 
 
 # ---- The projection of the attention block ---------------------------------------------------------------------------
@@ -1646,36 +1627,19 @@ class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
         return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 8
 
 
-class Fp8Projections:
-    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), scales): the ProjectionCodes of x and of a factor
-    times the projection of a layer; scales: `factored(factors)[layer]`. x is detached.
-    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w. Call
-    `refresh` after every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
+class Fp8Projections(WeightCodes):
+    """The codes of projections with one width of heads. weights: function that returns them (n, 2 H w + H d, D)."""
     def __init__(self, weights, loss_scale):
-        self.weights, self.kinds, self.layers = weights, [], {}
-        for layers, weight in weights():
-            self.kinds.append(_new_codes(weight))
-            self.layers |= zip(layers, zip(*self.kinds[-1]))
+        weight = weights()
         self.x_scale, self.grad_scale = (
             torch.tensor(x, device=weight.device) for x in (x8_scale(weight.size(2)), G8_SCALE * loss_scale))
-        # Of the weights, and of x, for each layer, 16 bytes apart, as in Fp8Mlps.
-        self.pairs = self.x_scale.expand(len(self.layers), 2, 4).clone()
-        self.refresh()
+        self.pairs = self.x_scale.expand(len(weight), 2, 4).clone()  # of the weights and of x, 16 bytes apart
+        super().__init__(weights, self.pairs[:, 0, :1])
 
-    @torch.no_grad()
-    def refresh(self):
-        """Quantise the weights again."""
-        scales = self.pairs[:, 0, :1].split([len(codes) for codes, _ in self.kinds])
-        for (_, weight), scale, codes in zip(self.weights(), scales, self.kinds):
-            quantise_weights(weight, scale, *codes)
-
-    def factored(self, factors):
-        """{layer: 0-D scales of its weight and of x, times its factor}; factors: {layer: 0-D}."""
-        return dict(zip(self.layers, _factored(self.pairs, torch.stack([factors[layer] for layer in self.layers]))))
-
-    def __call__(self, layer, inputs, scales):
-        (x8, x8_t), (codes, codes_t), (w_scale, dw_scale) = inputs, self.layers[layer], scales
-        return ProjectionCodes(x8, codes, self.x_scale, w_scale, x8_t, codes_t, self.grad_scale, dw_scale)
+    def of_layers(self, factors):
+        """The ProjectionCodes of each projection times its factor, without those of x; factors (n,)."""
+        return [ProjectionCodes(None, codes, self.x_scale, w_scale, None, codes_t, self.grad_scale, dw_scale)
+                for codes, codes_t, (w_scale, dw_scale) in zip(self.codes, self.codes_t, self.factored(factors))]
 
 
 # ======================================================================================================================
@@ -1684,10 +1648,10 @@ class Fp8Projections:
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
-# Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the
-# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ; the library
-# computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for
-# bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
+# Each product is rounded to the dtype, then post and dpre once more, as in mlp_ref. The square and its derivative are
+# the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four products. The forward pass keeps x
+# and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072,
+# relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
@@ -1954,12 +1918,10 @@ class _Mlp(_Function):
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
-@operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x, W1, **others: (
+mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x, W1, **others: (
     len(x) == 0 or any(size * x.element_size() % 16 for size in W1.shape)) and (
     f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
-    f" (F, D) = {tuple(W1.shape)}"))
-def mlp(x, W1, W2):
-    return _Mlp.apply(x, W1, W2)
+    f" (F, D) = {tuple(W1.shape)}"))(_Mlp.apply)
 
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
@@ -2041,25 +2003,25 @@ class _MlpFp8(_Function):
                 scaled_product(dpre_t, x8_t, dpre_scale, x_scale, out=dW1), dW2, *[None] * 5)
 
 
-class Fp8Mlps:
+class Fp8Mlps(WeightCodes):
     """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
     with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
     the gradient of y comes as codes, see `mix`.
-    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` after
-    every change of the bank and every optimizer step. Tensors keep their addresses, because CUDA graphs read them."""
+    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` also
+    after every optimizer step that changes no weights."""
     contract = _contract(x="?N D", W1="F D", W2="F D")
 
     def __init__(self, bank, loss_scale):
-        self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
-        self.codes, self.codes_t = _new_codes(self.bank)
+        self.loss_scale, count, device = loss_scale, len(bank), bank.device
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
+        self.pairs = self.scales[:, 2:5:2]  # of W2 and g
         self.maxima = torch.zeros(2, count, device=device)
         self.post_max, self.dpre_max = self.maxima
         # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
         self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
         self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
-        self.load_state_dict()
+        super().__init__(bank.detach, self.scales[:, 1:3, 0])
 
     def state_dict(self):
         """The delayed scales, which the weights do not determine. Between steps there are no maxima to keep."""
@@ -2067,10 +2029,10 @@ class Fp8Mlps:
                 "loss_scale": self.loss_scale}
 
     def load_state_dict(self, state=None):
-        """Load delayed scales (None: those before the first step), and quantise the bank, loaded before."""
+        """Load delayed scales (None: those before the first step), and make the codes of the bank, loaded before."""
         state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
         ratio = self.loss_scale / state["loss_scale"]  # with another number of ranks, the loss has another scale
-        for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]),
+        for column, value in ((0, x8_scale(self.codes.size(-1))), (3, state["post_scale"]),
                               (4, G8_SCALE * self.loss_scale), (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
         self.maxima.zero_()
@@ -2078,21 +2040,16 @@ class Fp8Mlps:
 
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):
-        """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
+        """Make the codes again and set the scales of the next step."""
         max_over_ranks(self.maxima)
         scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
         scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
         self.maxima.zero_()
-        quantise_weights(self.bank.flatten(0, 1), self.scales[:, 1:3, 0], self.codes.flatten(0, 1),
-                         self.codes_t.flatten(0, 1))
+        super().refresh()
 
     def new_grad_codes(self):
         """For the gradient of one y."""
         return GradCodes(G8_SCALE * self.loss_scale)
-
-    def factored(self, factors):
-        """0-D scales of W2, and of g in the gradient of W2, of all MLPs, times their factors (MLPs,)."""
-        return _factored(self.scales[:, 2:5:2], factors)
 
     def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
         F, D = self.codes.shape[2:]
@@ -2100,7 +2057,7 @@ class Fp8Mlps:
         _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
-        return _MlpFp8.apply(x, W1, W2, scales or (*self.scales[i, 2:5:2, 0],), self, i, codes, grad_codes)
+        return _MlpFp8.apply(x, W1, W2, scales or (*self.pairs[i, :, 0],), self, i, codes, grad_codes)
 
 
 # ======================================================================================================================
@@ -2217,54 +2174,43 @@ def _pointer_score_grad(x, lse, dot, hits, s, t, N, COUNT):
     return tl.exp2(x - lse) * grad
 
 
-@triton.jit
-def _pointer_dq_tile(m0, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK):
-    """Gradient of the queries m0 ... m0 + BLOCK - 1. hits: see _pointer_score_grad."""
-    t = m0 + tl.arange(0, BLOCK)
-    low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
-    q = _load_tile((Q, D, D), 0, m0, N, BLOCK, D)
-    lse = tl.load(Lse + t, mask=t < N, other=0.0)
-    dot = tl.load(Dot + t, mask=t < N, other=0.0)
-    dq = tl.zeros((BLOCK, D), dtype=tl.float32)
-    for n0 in range(first, last + 1, BLOCK):
-        s = n0 + tl.arange(0, BLOCK)
-        k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-        x = _mask_later(x, low, s, t)
-        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
-        dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
-    _store_tile((dQ, D), dq * scale, 0, m0, N, BLOCK, D)
-
-
-@triton.jit
-def _pointer_dk_tile(n0, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK):
-    """Gradient of the keys n0 ... n0 + BLOCK - 1. Keys lie along the rows, queries along the columns."""
-    s = n0 + tl.arange(0, BLOCK)
-    high, last, _ = _queries_of_keys(End, n0, N, window, BLOCK)
-    k = _load_tile((K, D, D), 0, n0, N, BLOCK, D)
-    dk = tl.zeros((BLOCK, D), dtype=tl.float32)
-    for m0 in range(n0, last + 1, BLOCK):
-        t = m0 + tl.arange(0, BLOCK)
-        q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
-        lse = tl.load(Lse + t, mask=t < N, other=0.0)
-        dot = tl.load(Dot + t, mask=t < N, other=0.0)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
-        # s < t <= high in one comparison
-        x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], hits, s[:, None], t[None, :], N, COUNT)
-        dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
-    _store_tile((dK, D), dk * scale, 0, n0, N, BLOCK, D)
-
-
 @triton.jit(do_not_specialize=["window"])
 def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window,
                              scale, COUNT: constexpr, D: constexpr, BLOCK: constexpr):
     hits = Tokens, Targets, dMass
-    first = tl.program_id(0) // 2 * BLOCK
-    if tl.program_id(0) % 2 == 0:
-        _pointer_dk_tile(first, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK)
-    else:
-        _pointer_dq_tile(first, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK)
+    i0 = tl.program_id(0) // 2 * BLOCK
+    if tl.program_id(0) % 2 == 0:  # keys from i0 on, along the rows; queries along the columns
+        s = i0 + tl.arange(0, BLOCK)
+        high, last_query, _ = _queries_of_keys(End, i0, N, window, BLOCK)
+        k = _load_tile((K, D, D), 0, i0, N, BLOCK, D)
+        dk = tl.zeros((BLOCK, D), dtype=tl.float32)
+        for m0 in range(i0, last_query + 1, BLOCK):
+            t = m0 + tl.arange(0, BLOCK)
+            q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
+            lse = tl.load(Lse + t, mask=t < N, other=0.0)
+            dot = tl.load(Dot + t, mask=t < N, other=0.0)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
+            # s < t <= high in one comparison
+            seen = (t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None]
+            x = tl.where(seen, x, float("-inf"))
+            grad = _pointer_score_grad(x, lse[None, :], dot[None, :], hits, s[:, None], t[None, :], N, COUNT)
+            dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
+        _store_tile((dK, D), dk * scale, 0, i0, N, BLOCK, D)
+    else:  # queries from i0 on
+        t = i0 + tl.arange(0, BLOCK)
+        low, first_key, last_key, _ = _keys_of_queries(Start, i0, N, window, BLOCK)
+        q = _load_tile((Q, D, D), 0, i0, N, BLOCK, D)
+        lse = tl.load(Lse + t, mask=t < N, other=0.0)
+        dot = tl.load(Dot + t, mask=t < N, other=0.0)
+        dq = tl.zeros((BLOCK, D), dtype=tl.float32)
+        for n0 in range(first_key, last_key + 1, BLOCK):
+            s = n0 + tl.arange(0, BLOCK)
+            k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+            x = _mask_later(x, low, s, t)
+            grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
+            dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
+        _store_tile((dQ, D), dq * scale, 0, i0, N, BLOCK, D)
 
 
 class _Pointer(_Function):
@@ -2289,14 +2235,12 @@ class _Pointer(_Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
-@operation(pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
-           end="N: int32", targets="N J: int64 strided", check=lambda q, targets, **others: (
-               q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1)) and (
-               "d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
-               f" {tuple(q.shape)} and {tuple(targets.shape)}"))
-def pointer(q, k, sink, tokens, start, end, window, scale, targets):
-    """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
-    return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
+pointer = operation(
+    pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32", end="N: int32",
+    targets="N J: int64 strided", check=lambda q, targets, **others: (
+        q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1)) and (
+        "d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
+        f" {tuple(q.shape)} and {tuple(targets.shape)}"))(_Pointer.apply)
 
 
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
@@ -2388,17 +2332,16 @@ class _PointerInputs(_Function):
         _pointer_inputs_grad_kernel[(len(parts),)](
             dq.contiguous(), dk.contiguous(), dsink.contiguous(), projected, gain, weights, start, dprojected, parts, N,
             d**-0.5, D=d, **POINTER_INPUTS_LAUNCH)
-        dweights, dgain = parts.sum(0).split([d, 1])
+        dweights, dgain = _summed(parts, weights, gain)
         return dprojected, dgain, dweights, None
 
 
-@operation(pointer_inputs_ref, any_dtype=True, projected="N E: bf16 fp32", gain="1: fp32", weights="d: fp32",
-           start="N: int32", check=lambda projected, weights, **others: (
-               projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1)) and (
-               f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"))
-def pointer_inputs(projected, gain, weights, start):
-    """q, k (N, d) and sink (N,) fp32 for `pointer`; differentiable in projected, gain and weights. See above."""
-    return _PointerInputs.apply(projected, gain, weights, start)
+pointer_inputs = operation(
+    pointer_inputs_ref, any_dtype=True, projected="N E: bf16 fp32", gain="1: fp32", weights="d: fp32",
+    start="N: int32", check=lambda projected, weights, **others: (
+        projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1)) and (
+        f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"))(
+    _PointerInputs.apply)
 
 
 # ======================================================================================================================
@@ -2422,8 +2365,7 @@ def pointer_inputs(projected, gain, weights, start):
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
 # The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
 # HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
-# whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 it overwrites the logits in their own dtype. The
-# backward pass transposes the gradient and computes two products over all rows, scaled by the upstream gradient.
+# whole, the gradient does (2.5 GB of codes at N = 49152); without FP8 it overwrites the logits.
 # With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
@@ -2458,9 +2400,8 @@ def multi_token_targets(targets, count):
 # One program per row reads the row once, and writes the gradient once. After memory, the next limit is the
 # special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
 # share a reciprocal (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
-# The gradient is e u (1 - u) times the factor loss_scale S / Σ. The first pass makes e u (1 - u), but Σ is known only
-# after this pass. Until then, each register holds two of these products as fp16 numbers, so two programs of 512 threads
-# fit an SM: one reads while the other computes.
+# The gradient is e u (1 - u) times loss_scale S / Σ, and Σ is known only after the pass over the row. Until then, each
+# register holds two of these products as fp16, so two programs fit an SM: one reads while the other computes.
 # No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
 
 # (limit in columns, launch parameters); the first entry that fits is used.
@@ -2573,26 +2514,6 @@ def _read_row(Row, C, SEGMENT, KEEP):
     return tl.sum(total, axis=0), unscaled
 
 
-@triton.jit
-def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, loss_scale):
-    """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses
-    to dMasses, if given. The letters are those of the section's banner."""
-    Mass, SinkMass = Masses
-    ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
-    rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
-    sink = tl.load(SinkMass + row) * rest
-    kept = 1.0 + alpha * sink
-    mixed = kept + alpha * ratio  # probability of the target / p
-    gain = tl.log2(mixed) / LOG2_E
-    pull = weight * kept / mixed
-    push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
-    if dMasses is not None:
-        dMass, dSinkMass = dMasses
-        tl.store(dMass + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
-        tl.store(dSinkMass + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
-    return gain, pull, push
-
-
 @triton.jit(do_not_specialize=["count", "gate"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
                           code_scale, count, C: constexpr, BLOCK_K: constexpr, SEGMENT: constexpr):
@@ -2610,8 +2531,18 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
     pull = weight
     if Masses is not None:
         gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(logits + gate))))
-        gain, pull, push = _mix_copies(Masses, dMasses, row, count, k, is_target, weight, _lifted_exp(gate_u) / total,
-                                       _lifted_exp(u) / total, loss_scale)
+        alpha, p = _lifted_exp(gate_u) / total, _lifted_exp(u) / total
+        ratio = tl.load(Masses[0] + row * count + k, mask=is_target, other=0.0) / p
+        rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
+        sink = tl.load(Masses[1] + row) * rest
+        kept = 1.0 + alpha * sink
+        mixed = kept + alpha * ratio  # probability of the target / p
+        gain = tl.log2(mixed) / LOG2_E
+        pull = weight * kept / mixed
+        push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
+        if dMasses is not None:
+            tl.store(dMasses[0] + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
+            tl.store(dMasses[1] + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
         loss -= gain
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
     if NextLosses is not None:
@@ -2648,11 +2579,10 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
             tl.store(grad + gate, at_gate.to(dtype))
 
 
-COPIES = _contract(**{"copies.mass": "n K", "copies.sink_mass": "n", "copies.dmass": "n K", "copies.dsink_mass": "n"})
-
-
 @operation(cross_entropy_ref, logits="n C: bf16 fp16 fp32 rows", targets="n K: int64 strided", weights="K: fp32",
-           grad="?n C: bf16 fp16 fp32 e5m2 rows", next_losses="?n: fp32")
+           grad="?n C: bf16 fp16 fp32 e5m2 rows", next_losses="?n: fp32",
+           **{"copies.mass": "?n K: fp32", "copies.sink_mass": "?n: fp32", "copies.dmass": "?n K: fp32",
+              "copies.dsink_mass": "?n: fp32"})
 def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C) and next_losses (n,), if given."""
     (n, C), K = logits.shape, weights.numel()
@@ -2661,9 +2591,6 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
         masses, grads, gate = copies[:2], None if grad is None else copies[3:], copies.gate
         if not 0 <= gate < C:
             raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
-        given = {f"copies.{name}": x for name, x in copies._asdict().items() if grad is not None or name[0] != "d"}
-        contract = {name: COPIES[name] for name in given if name in COPIES}
-        _require("cross_entropy", contract, given, {"n": n, "K": K}, torch.float32, logits.device)
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
@@ -2728,11 +2655,11 @@ def head_rows(classes):
     return 1 << int(math.log2(2**30 / classes))
 
 
-class HeadLoss:
+class HeadLoss(WeightCodes):
     """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (K,) fp32.
-    weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight, which makes
-    the FP8 codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
-    exact: take the unquantised weight (validation). codes: None, or both_layouts(h, X_SCALE, E4M3).
+    weight (D, V): the parameter that gets the gradient; with fp8, these are its codes. cross_entropy, pointer: the
+    functions of these names or their references. exact: take the unquantised weight (validation). codes: None, or
+    both_layouts(h, X_SCALE, E4M3).
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
     The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
     embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
@@ -2744,14 +2671,7 @@ class HeadLoss:
         self.block, self.next_loss = head_rows(weight.size(1)), torch.zeros((), device=weight.device)
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
-            self.codes, self.codes_t = _new_codes(weight)
-            self.refresh()
-
-    def refresh(self):
-        """Quantise the weight again. The codes keep their addresses, because CUDA graphs read them."""
-        if self.fp8:
-            weight, *codes = (x.detach()[None] for x in (self.weight, self.codes, self.codes_t))
-            quantise_weights(weight, self.scale_w.view(1, 1), *codes, static=True)
+            super().__init__(weight.detach, self.scale_w.view(1, 1), static=True)
 
     def count_beyond(self) -> int:
         """Number of weights that the codes saturate."""
@@ -2779,8 +2699,7 @@ class HeadLoss:
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
 
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
-        """Losses (N,) fp32 of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows.
-        Fills `grad`, of the shape of all logits, with the gradient of the logits / code_scale, and next_losses (N,)."""
+        """cross_entropy of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows."""
         blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
         return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
                                              None if grad is None else grad[rows],
@@ -2797,10 +2716,9 @@ class HeadLoss:
 # scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
 # symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
 # scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product, without a copy of X.
-# Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the diagonal
-# is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. XTX is
-# the same code with tiles read across and transposed on chip. tests/lesson.py builds this kernel in four steps. For 40
-# matrices of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
+# Only the tiles on and below the diagonal are launched; a tile below it is stored twice, the second time transposed.
+# XTX reads tiles across and transposes them on chip. tests/lesson.py builds this kernel in four steps. For 40 matrices
+# of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
 # Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous
 # axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 
@@ -2941,20 +2859,13 @@ def _separate(target, source):
 _out_is_new = _separate("out", "the input")
 
 
-@operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
-def XXT(X, out, scale=None):
-    return _launch_gram("XXT", X, -2, out, scale)
-
-
-@operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
-def XTX(X, out, scale=None):
-    return _launch_gram("XTX", X, -1, out, scale)
-
-
-@operation(ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided",
-           scale="?...: fp32")
-def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
-    return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
+XXT = operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+    lambda X, out, scale=None: _launch_gram("XXT", X, -2, out, scale))
+XTX = operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")(
+    lambda X, out, scale=None: _launch_gram("XTX", X, -1, out, scale))
+ba_plus_cAA = operation(
+    ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+    lambda P, c, b, out, a=0.0, scale=None: _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True))
 
 
 # ======================================================================================================================
@@ -2965,9 +2876,6 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad
 #       scale = 1 / (safety ‖X‖ + 1e-6)                          per matrix, of the rounded X
 #
-#   polar_express(X, scale, ops, steps)
-#       X ← aX + (bP + cPP)X,  P = XXᵀ,  4 or 5 times
-#
 #   normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
 #       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10 √C))                   rows normalised, norm of the matrix kept
@@ -2977,9 +2885,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #   adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average, average_rate)
 #       m ← beta1 m + (1 − beta1) g;  v ← beta2 v + (1 − beta2) g²;  u = step_size m / (√v + eps)
 #       w ← w − u − [u w > 0] w weight_decay;  average as above
-#   replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps)
-#       the same with numbers of its own for every weight:
-#       lr' = lr lr_mul,  step_size = lr' √(1 − beta2ᵗ) / (1 − beta1ᵗ),  weight_decay = lr'² adam_wd wd_mul
+#   replicated_update(...)                the same with numbers of its own for every weight
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
@@ -3199,8 +3105,8 @@ def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_w
 
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
-# 2505.16932, with its safety of 2e-2; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to
-# 0.85 ... 1.14 in 5 steps, those above 3e-3 to 0.74 ... 1.21 in 4 steps.
+# 2505.16932; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to 0.85 ... 1.14 in 5 steps,
+# those above 3e-3 to 0.74 ... 1.21 in 4 steps.
 POLAR_EXPRESS = {
     5: (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -3242,7 +3148,7 @@ def polar_express(X, scale, ops, steps=5):
 #   streams, sums = add_later(streams, factors)                replaces the sums f₁ s₁ + f₂ s₂, one for each place
 #       their gradient                                         ds = Σ f g over the places, df = g · s
 #
-#   pieces = rows(bank), columns(matrix, sizes)                factors, and what else gets its gradient from many tokens
+#   pieces = unbind(bank), columns(matrix, sizes)              factors, and what else gets its gradient from many tokens
 #   f = token_gate(first, w, λ) = λ σ(first wᵀ)                a factor for each token
 #
 #   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
@@ -3251,11 +3157,10 @@ def polar_express(X, scale, ops, steps=5):
 # Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
 # mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
 # kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
-# rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
-# token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
-# Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
-# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded; who reads it, gets NaN
-# losses.
+# unbind and columns make one gradient of many small tensors. A backward pass writes the parts of a piece's gradient (df
+# per token) beside autograd, and one sum takes the parts of all pieces. A column's df has its place in the matrix.
+# Tensors without memory, one NaN expanded, stand for what is never written: the sums of add_later, the normed stream if
+# its reader takes codes, and its gradient if that travels as codes (GradCodes).
 
 MIX_STREAMS = _contract(stream="N D")
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
@@ -3447,12 +3352,6 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START, BLOCK_N, BLOCK_D):
 
 
 @triton.jit
-def _add_dot(Dots, dot, n, N):
-    """Add to the gradient per token of a factor; no two programs of a launch add to one token, so sums repeat."""
-    tl.atomic_add(Dots + n, dot, mask=n < N, sem="relaxed")
-
-
-@triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
                      inverse_scale, D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
     # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
@@ -3483,8 +3382,9 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         for k in tl.static_range(len(Streams)):
             sums = sums + (dots[k] + g * _tile(Streams[k], n, d, N, D),)
         dots = sums
-    for k in tl.static_range(len(Streams)):
-        _add_dot(Dots[k], tl.sum(dots[k], 1), n, N)
+    for k in tl.static_range(len(Streams)):  # no two programs of a launch add to one token, so sums repeat
+        dot = tl.sum(dots[k], 1)
+        tl.atomic_add(Dots[k] + n, dot, mask=n < N, sem="relaxed")
 
 
 @triton.jit
@@ -3518,7 +3418,8 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVI
     for place in tl.static_range(len(Grads)):
         for k in tl.static_range(len(Streams)):
             if Factors[place][k] is not None:
-                _add_dot(Dots[place][k], tl.sum(dots[place * len(Streams) + k], 1), m, N)
+                dot = tl.sum(dots[place * len(Streams) + k], 1)
+                tl.atomic_add(Dots[place][k] + m, dot, mask=m < N, sem="relaxed")
 
 
 def _per_token(factors):
@@ -3528,7 +3429,7 @@ def _per_token(factors):
 
 
 def _dots(factors, like):
-    """Where gradients per token of learned factors go, fp32: to the parts of `rows` and `columns`, else to zeros."""
+    """Where gradients per token of learned factors go, fp32: to the parts of `unbind` and `columns`, else to zeros."""
     own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
     return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
 
@@ -3539,43 +3440,33 @@ def _factor_grads(factors, dots):
             for f, u in zip(factors, dots)]
 
 
-def _detached(factor):
-    """A factor without its gradient, but with its parts."""
-    plain = factor.detach() if isinstance(factor, Tensor) else factor
-    if hasattr(factor, "parts"):
-        plain.parts = factor.parts
-    return plain
-
-
 def _block_d(D, launch):
     """The launch, with chunks that divide the stream."""
     return launch | {"BLOCK_D": max(16, min(launch["BLOCK_D"], D & -D))}
 
 
-def apart(vector):
-    """The elements of a vector, 16 bytes apart: Triton compiles other kernels for pointers of another alignment."""
-    return F.pad(vector[:, None], (0, 16 // vector.element_size() - 1))[:, 0]
-
-
 class _Pieces(_Function):
-    def forward(ctx, tensor, parts, of_rows):
-        ctx.parts, ctx.of_rows, ctx.like = parts, of_rows, tensor.detach()
+    def forward(ctx, tensor, parts, unbinds):
+        ctx.parts, ctx.unbinds, ctx.like = parts, unbinds, tensor.detach()
         ctx.set_materialize_grads(False)
-        return parts.pieces(tensor) if not of_rows else (apart(tensor) if tensor.ndim == 1 else tensor).unbind(0)
+        if not unbinds:
+            return parts.pieces(tensor)
+        if tensor.ndim == 1:  # 16 bytes apart, since Triton compiles other kernels for pointers of another alignment
+            tensor = F.pad(tensor[:, None], (0, 16 // tensor.element_size() - 1))[:, 0]
+        return tensor.unbind(0)
 
     def backward(ctx, *grads):
         left, like = ctx.parts.take(), ctx.like
-        total = torch.zeros_like(like) if left is None else (left.sum(1) if ctx.of_rows else left).to(like.dtype)
+        total = torch.zeros_like(like) if left is None else (left.sum(1) if ctx.unbinds else left).to(like.dtype)
         for piece, grad in zip(ctx.parts.pieces(total), grads):  # of pieces that something else reads, too
             if grad is not None:
                 piece.add_(grad)
         return total, None, None
 
 
-def rows(bank):
-    """The rows of a bank (n, ...), or the numbers of a vector (n,)."""
-    count = len(bank)
-    parts = _Parts(lambda like, *shape: like.new_zeros(count, *shape, dtype=torch.float32))
+def unbind(bank):
+    """The n tensors of a bank (n, ...); those of a vector lie 16 bytes apart."""
+    parts = _Parts(lambda like, *shape: like.new_zeros(len(bank), *shape, dtype=torch.float32))
     return _as_pieces(_Pieces.apply(bank, parts, True), parts)
 
 
@@ -3588,9 +3479,9 @@ def columns(matrix, sizes):
 
 class _Mix(_Function):
     def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms, without gradients; products, for each use of x, then for each stream: None, or a
-        _Beside for a reader that is a mix, which leaves (gradient, factor) in place of their product. tensors: the
-        streams, the tokens of `added`, then what autograd knows of the factors."""
+        """factors: of the terms; products, for each use of x, then for each stream: None, or a _Beside for a reader
+        that is a mix, which leaves (gradient, factor) in place of their product. tensors: the streams, the tokens of
+        `added`, then the learned factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
@@ -3675,7 +3566,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
     if _takes_ref(*streams, any_dtype=True):
         return mix_ref(terms, reader, added)
     products = [None, *(_Beside() for _ in range(READERS - 1))]  # many may read the first one
-    results = _Mix.apply([*map(_detached, factors)], reader, added, grad_codes,
+    results = _Mix.apply(factors, reader, added, grad_codes,
                          [*products, *(getattr(s, "product", None) for s in streams)], *streams,
                          *(part.token for part in added), *(f for f in factors if isinstance(f, Tensor)))
     for x, product in zip(results, products):
@@ -3686,12 +3577,11 @@ def mix(terms, reader=None, added=(), grad_codes=None):
 
 
 class _AddLater(_Function):
-    def forward(ctx, factors, previous, owners, *tensors):
-        """factors: of each place for each stream, without gradients; owners: of the streams, see _FirstChannels.
-        tensors: the streams, then what autograd knows of the factors."""
+    def forward(ctx, factors, previous, *tensors):
+        """factors: of each place for each stream. tensors: the streams, then the factors."""
         streams = tensors[:len(factors[0])]
         ctx.save_for_backward(*streams)
-        ctx.factors, ctx.previous, ctx.owners = factors, previous, owners
+        ctx.factors, ctx.previous = factors, previous
         ctx.set_materialize_grads(False)
         return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
 
@@ -3699,7 +3589,7 @@ class _AddLater(_Function):
         streams, count = ctx.saved_tensors, len(ctx.saved_tensors)
         passed, used = grads[:count], [p for p, g in enumerate(grads[count:]) if g is not None]
         if not used:
-            return None, None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
+            return None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
         (N, D), factors = streams[0].shape, [ctx.factors[p] for p in used]
         dstreams, flat = [*map(torch.empty_like, streams)], [f for row in factors for f in row if f is not None]
         dots, launch = _dots(flat, streams[0]), _block_d(D, ADDED_GRAD_LAUNCH)
@@ -3709,50 +3599,42 @@ class _AddLater(_Function):
             tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams),
             tuple(tuple(f if f is None else next(pointers) for f in row) for row in factors), N, int(ctx.previous), D,
             **launch)
-        for owner, dstream in zip(ctx.owners, dstreams):
-            if owner:
-                owner.left = dstream
+        for dstream in dstreams:
+            dstream.is_new = True  # see _FirstChannels
         dfactors = iter(_factor_grads(flat, dots))
-        return None, None, None, *dstreams, *(next(dfactors) if p in used else None for p, row in enumerate(ctx.factors)
-                                              for f in row if f is not None)
+        return None, None, *dstreams, *(next(dfactors) if p in used else None for p, row in enumerate(ctx.factors)
+                                        for f in row if f is not None)
 
 
 def add_later(streams, factors, previous=False):
     """(the streams for later readers, [Added]), one for each place, for one mix. streams (N, D); factors: for each
-    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add. previous:
-    token n adds row n - 1 of the streams, the first token nothing."""
+    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
-    plain = [[*map(_detached, row)] for row in factors]
-    results = _AddLater.apply(plain, previous, [getattr(s, "owner", None) for s in streams], *streams,
-                              *(f for row in factors for f in row if f is not None))
+    results = _AddLater.apply(factors, previous, *streams, *(f for row in factors for f in row if f is not None))
     kept = [s.detach() for s in streams]
     return results[:len(streams)], [
-        Added(token, kept, row, previous) for token, row in zip(results[len(streams):], plain)]
+        Added(token, kept, row, previous) for token, row in zip(results[len(streams):], factors)]
 
 
 class _FirstChannels(_Function):
-    def forward(ctx, x, channels, owner):
-        ctx.width, ctx.owner = x.size(1), owner
+    def forward(ctx, x, channels):
+        ctx.width = x.size(1)
         ctx.set_materialize_grads(False)
         return x.view_as(x), x[:, :channels].contiguous()
 
     def backward(ctx, dx, dfirst):
-        own = ctx.owner.take()
         if dx is None or dfirst is None:
             dx = dx if dfirst is None else F.pad(dfirst, (0, ctx.width - dfirst.size(1)))
-        else:  # in place if add_later made dx and nobody else has it
-            dx = dx if own is not None and own.data_ptr() == dx.data_ptr() else dx.clone()
+        else:  # in place if add_later made dx, which nobody else has
+            dx = dx if hasattr(dx, "is_new") else dx.clone()
             dx[:, :dfirst.size(1)] += dfirst
-        return dx, None, None
+        return dx, None
 
 
 def first_channels(x, channels):
     """(x for add_later, a copy of its first channels)."""
-    owner = _Beside()
-    x, first = _FirstChannels.apply(x, channels, owner)
-    x.owner = owner
-    return x, first
+    return _FirstChannels.apply(x, channels)
 
 
 def token_gate_ref(first, weight, factor):
@@ -3800,8 +3682,7 @@ class _TokenGate(_Function):
         (N, C), dfirst = first.shape, torch.empty_like(first)
         parts = dgate.new_empty(triton.cdiv(N, TOKEN_GATE_LAUNCH["BLOCK"]), C + 1)
         _token_gate_grad_kernel[(len(parts),)](dgate.contiguous(), first, weight, factor, dfirst, parts, **ctx.sizes)
-        dweight, dfactor = parts.sum(0).split([C, 1])
-        return dfirst, dweight.view(weight.shape).to(weight.dtype), dfactor.view(factor.shape)
+        return dfirst, *_summed(parts, weight, factor)
 
 
 def token_gate(first, weight, factor):
@@ -3852,7 +3733,7 @@ def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
 
 
 def _scale_weights(a, factors, scaled=None, b=None):
-    """scaled ← factors · a, if given; returns Σ a · b for each matrix (L,) fp32, if b is given, over the factor without
+    """scaled ← factors · a, if given; returns Σ a · b of each matrix (L,) fp32, if b is given, over the factor without
     `scaled`. a, b, scaled (L, R, K)."""
     if _takes_ref(a, any_dtype=True):
         dots = None if b is None else (a.float() * b.float()).sum((1, 2))
@@ -3897,9 +3778,9 @@ def scaled_weights(bank, factors, in_codes=False):
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
 
-mix.rows, mix.columns, mix.first_channels = rows, columns, first_channels
+mix.unbind, mix.columns, mix.first_channels = unbind, columns, first_channels
 mix.add_later, mix.token_gate, mix.scaled_weights = add_later, token_gate, scaled_weights
-mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
+mix_ref.unbind, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
 mix_ref.add_later, mix_ref.token_gate, mix_ref.scaled_weights = add_later_ref, token_gate_ref, scaled_weights_ref
 IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 
@@ -3909,9 +3790,8 @@ IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
-#   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
-#   A generic elementwise copy walks over one side with a stride. This kernel transposes tiles on chip.
-# A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
+#   src (M, N), dst (N, M), any strides. The library walks over one side with a stride; this kernel transposes tiles on
+#   chip. A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
 # ChrisJMcCormick used transposes on the tied head (PR 233); samacqua made their tiles larger (PR 240).
 
 TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64
@@ -3952,16 +3832,13 @@ def _launch_transpose(src, dst, add):
     return dst
 
 
-@operation(transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
-           src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")
-def transpose_copy(src, dst):
-    return _launch_transpose(src, dst, add=False)
-
-
-@operation(transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
-           dst="N M: strided")
-def transpose_add(src, dst):
-    return _launch_transpose(src, dst, add=True)
+transpose_copy = operation(
+    transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
+    src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")(
+    lambda src, dst: _launch_transpose(src, dst, add=False))
+transpose_add = operation(
+    transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
+    dst="N M: strided")(lambda src, dst: _launch_transpose(src, dst, add=True))
 
 
 # ======================================================================================================================

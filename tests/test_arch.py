@@ -62,7 +62,7 @@ def compile_all(arch):
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     bench.compiled = lambda function: function  # only for peers, which do not run; spares seconds of imports
     if arch < 89:  # no FP8
-        tk.HeadLoss.refresh = lambda self: None
+        tk.WeightCodes.refresh = lambda self: None
     for family in bench.FAMILIES.keys() - {"optimizer", "fp8", "fp8_projection"}:  # as in muon, and see below
         for case in bench.FAMILIES[family]():
             if not case.kernel.startswith("HeadLoss"):  # these need a GPU
@@ -71,7 +71,8 @@ def compile_all(arch):
         x = bench.rand(1024, 768)
         one, W = torch.ones(()), bench.rand(3072, 768, dtype=tk.E4M3)
         for static in False, True:
-            tk._quantise_weights(x[None], torch.ones(1, 1), x.to(tk.E4M3), x.mT.to(tk.E4M3), static)
+            codes = (u[None].to(tk.E4M3).contiguous() for u in (x, x.mT))
+            tk.quantise_weights(x[None], torch.ones(1, 1), *codes, static)
         post, _ = tk._relu_square_codes(x.to(tk.E4M3), W, *[one] * 4)
         tk._relu_square_codes(x.to(tk.E5M2), W, *[one] * 4, post, one)
         ve, gate, rotary = bench.rand(1024, 768), bench.rand(1024, 6), bench.rand(2048, 32, 2)

@@ -40,7 +40,7 @@ def block_inputs(kind, N, device, dtype):
     D = H * d
     weights = (torch.randn(1, 2 * D // (1 + kind[2]) + D, D) * D**-0.5).to(device, BF16)
     weights[:, 0, 0] = 0.875  # the largest value, so that the scale is a power of two and ties are ties
-    projections = tk.Fp8Projections(lambda: [([1], weights)], LOSS_SCALE)
+    projections = tk.Fp8Projections(lambda: weights, LOSS_SCALE)
     weight = (FACTOR * weights[0]).to(dtype)
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
     ve = torch.randn(N, D, device=device).to(dtype) if value else None
@@ -51,8 +51,9 @@ def block_inputs(kind, N, device, dtype):
 
 
 def codes_of(projections, x):
-    inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
-    return projections(1, inputs, projections.factored({1: torch.full((), FACTOR, device=x.device)})[1])
+    x8, x8_t = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
+    [codes] = projections.of_layers(torch.full((1,), FACTOR, device=x.device))
+    return codes._replace(x8=x8, x8_t=x8_t)
 
 
 def block_run(block, args, codes, grad, dtype):
@@ -205,8 +206,7 @@ def test_graph(device):
         graph.replay()
         wanted = step()
         assert all(torch.equal(results[name], wanted[name]) for name in wanted)
-        [(_, weight)] = projections.weights()
-        weight.mul_(1.1)
+        projections.weights().mul_(1.1)
         projections.refresh()
 
 

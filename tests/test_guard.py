@@ -108,7 +108,7 @@ def curve(args):
     with numbers_of_numpy():
         initial.init_weights(config.system.seed)
     trainer.model.load_state_dict(initial.state_dict())
-    trainer.head.refresh()
+    trainer.quantise_weights()
 
     graphs, losses = trainer.graphs, []
     trainer.graphs = lambda *args: losses.append(graphs(*args))

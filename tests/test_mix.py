@@ -34,7 +34,7 @@ def run(mix, streams, factors, reader, later, dtype=None):
     streams, factors, later = leaves(streams, dtype), leaves(factors, dtype), [leaves(row, dtype) for row in later]
     vector = leaves([torch.linspace(-1, 1, 4, device=streams[0].device)], dtype)[0]  # its last element is for nobody
     table = leaves([torch.linspace(-1, 1, 5 * N, device=streams[0].device).view(5, N)], dtype)
-    numbers = mix.rows(vector)
+    numbers = mix.unbind(vector)
     pieces = mix.columns(table[0], [1, 2, 1, 1])  # the second is for something else, the last one for nobody
     (first, second), added = mix.add_later(streams[:2], [*later, [pieces[2], numbers[2]]])
     third, channels = mix.first_channels(streams[3], 4)
@@ -252,8 +252,7 @@ def test_a_micro_step_in_fp8(tmp_path, device):
         for p in trainer.model.parameters():
             if not p.any():  # what begins at zero passes no gradient on
                 p.detach().normal_(std=0.05, generator=generator)
-        for codes in trainer.head, trainer.model.fp8_mlps, trainer.model.fp8_projections:
-            codes.refresh()
+        trainer.quantise_weights()
         batch, plan = trainer.loader.next_batch(), trainer.plans[0]
         trainer.micro_step(batch, trainer.mtp_table[0, :len(plan.mtp_weights)], trainer.attn[0])
         return {label: p.grad.float() for label, p in trainer.model.named_parameters() if p.grad is not None}

@@ -66,7 +66,7 @@ WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: T.warm_up(self) or 
 SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduce, {"op": T.dist.ReduceOp.SUM}
 T.reduce_scatter = lambda *args, **options: scatter(*args, **options | wrong)
 T.dist.all_reduce = lambda *args, **options: reduce(*args, **options | wrong)"""
-SAY_SCALES = """step, scales = T.Trainer.step, lambda self: self.model.fp8_mlps.scales[:, 3::2, 0].tolist()
+SAY_SCALES = """step, scales = T.Trainer.step, lambda self: self.model.codes['mlp_bank'].scales[:, 3::2, 0].tolist()
 from data.run import machine
 machine.capability = lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
 choose = T.kernels.choose_ops

@@ -12,6 +12,7 @@ import torch
 
 import train_gpt as T
 import triton_kernels as tk
+from data.run.config import with_knobs
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.program import UserError
@@ -29,17 +30,16 @@ def test_wrong_codes_end_the_start_in_one_line(monkeypatch, wrong):
     codes_t[7, 3] += wrong
     monkeypatch.setattr(tk, "relu_square_codes", lambda *_: (codes, codes_t.view(codes.dtype)))
     monkeypatch.setattr(tk, "project_backward", lambda *_: None)  # leaves zeros in both layouts
-    model = SimpleNamespace(fp8_mlps=True, fp8_projections=True)
-    trainer = SimpleNamespace(config=T.RECORD74, rt=Runtime(0, 1, CPU), model=model)
+    trainer = SimpleNamespace(config=with_knobs(T.RECORD74, fp8_mlp=True, fp8_qkv=True), rt=Runtime(0, 1, CPU))
     message = "^the FP8 kernels of the MLP store wrong codes .*--fp8_qkv=false$"
     with pytest.raises(UserError, match=message) if wrong else contextlib.nullcontext():
         require_codes(trainer)
     monkeypatch.setattr(tk, "project_backward", Mock(side_effect=AssertionError("attention is not in FP8")))
-    model.fp8_projections = False
+    trainer.config = with_knobs(trainer.config, fp8_qkv=False)
     with pytest.raises(UserError, match=message) if wrong else contextlib.nullcontext():
         require_codes(trainer)
     monkeypatch.setattr(tk, "relu_square_codes", Mock(side_effect=AssertionError("no MLP is in FP8")))
-    model.fp8_mlps = False
+    trainer.config = with_knobs(trainer.config, fp8_mlp=False)
     require_codes(trainer)
 
 

@@ -81,7 +81,7 @@ def test_each_fault_is_found(op, how, fault):
     assert list(found) == [op] and re.fullmatch(fault, found[op])  # in one line
 
 
-@pytest.mark.parametrize("part", ["rows", "columns", "first_channels", "add_later", "token_gate", "scaled_weights"])
+@pytest.mark.parametrize("part", ["unbind", "columns", "first_channels", "add_later", "token_gate", "scaled_weights"])
 def test_all_parts_of_the_sums_are_tried(part):
     config, ops = setting()
     ops.mix = lambda *args: tk.mix_ref(*args)

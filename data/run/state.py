@@ -72,8 +72,8 @@ def save(trainer, step, seconds):
     read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
     wait(check for part, end in read.items() for check in [*shards[part].checks.values()][:end])
     state["shards"] = {part: shard_table(each) for part, each in shards.items()}
-    if model.fp8_mlps:
-        state["fp8_mlps"] = model.fp8_mlps.state_dict()
+    if mlps := model.codes.get("mlp_bank"):
+        state["fp8_mlps"] = mlps.state_dict()
     # The tensors are copied, since a view would bring the whole padded buffer into the file.
     state["model"] = {label: x.to("cpu", copy=True) for label, x in model.state_dict().items() if label not in whole}
     state["model"] |= whole

@@ -81,7 +81,7 @@ def trials(model, dtype, device) -> dict:
     def mix(op):
         def run(lane, a, x0, ngram, bank, vector, matrix, weight, numbers):
             factors = numbers.unbind()  # in one tensor, since the gradient of one number may be near zero by chance
-            (first, second), columns = op.rows(vector), op.columns(matrix, [1, 1])
+            (first, second), columns = op.unbind(vector), op.columns(matrix, [1, 1])
             (x0, _), added = op.add_later([x0, ngram], [columns, [factors[0], None]])
             x0, channels = op.first_channels(x0, 12)
             gate = op.token_gate(channels, weight, factors[3])
@@ -160,10 +160,9 @@ def fp8_mlp(x, W1, W2):
 
 def fp8_attention(x, weight, *others):
     """`attention_block` with a projection in FP8."""
-    projections = kernels.Fp8Projections(lambda: [([0], weight.detach()[None])], 1.0)
-    codes = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
-    scales = projections.factored({0: torch.ones((), device=x.device)})[0]
-    return kernels.attention_block(x, weight, *others, codes=projections(0, codes, scales))
+    [codes] = kernels.Fp8Projections(lambda: weight.detach()[None], 1.0).of_layers(torch.ones(1, device=x.device))
+    x8, x8_t = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
+    return kernels.attention_block(x, weight, *others, codes=codes._replace(x8=x8, x8_t=x8_t))
 
 
 def fault_of(run, name, op, reference, tolerance):

@@ -57,11 +57,11 @@ def require_codes(trainer):
         return torch.randn(shape, device=device).to(dtype)
 
     one, largest, pairs = torch.ones((), device=device), torch.zeros((), device=device), {}
-    if trainer.model.fp8_mlps:
+    if trainer.config.system.fp8_mlp:
         a, b = random(16, 128, dtype=kernels.E5M2), random(128, 128, dtype=kernels.E4M3)
         post = random(16, 128).abs().to(kernels.E4M3)
         pairs["the MLP"] = kernels.relu_square_codes(a, b, one, one, one, largest, post, one)
-    if trainer.model.fp8_projections:
+    if trainer.config.system.fp8_qkv:
         dqkv = torch.zeros(16, 3 * H * d, dtype=kernels.E5M2, device=device)
         pairs["attention"] = dqkv, torch.zeros_like(dqkv.view(torch.uint8).T.contiguous()).view(kernels.E5M2)
         heads = [random(16, H, d) for _ in range(3)]
