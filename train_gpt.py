@@ -56,7 +56,7 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.config import Bounds, demand, help_page, left_open, read_config
+from data.run.config import Bounds, demand, help_page, left_open, make_config, read_values
 from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
@@ -454,7 +454,7 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
     gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
-    return read_config(argv, world, PRESETS, gpu)
+    return make_config(read_values(argv, PRESETS), world, PRESETS, gpu)
 
 
 def first_answer(argv) -> int | None:
@@ -464,7 +464,7 @@ def first_answer(argv) -> int | None:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
     if not re.search(r"^--(sample|resume|init_from)\b", "\n".join(argv), re.M):
-        parse_config([arg for arg in argv if arg != "--check"])
+        make_config(read_values(argv, PRESETS), 1, PRESETS)
     return None
 
 
@@ -1641,12 +1641,12 @@ def main(argv) -> int:
         if any(arg.partition("=")[0] == "--sample" for arg in argv):
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
-        words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-        config = parse_config(words, world)
-        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(words, PRESETS)
+        values, fit, size = read_values(argv, PRESETS), None, ""
+        config = make_config(values, world, PRESETS)
+        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(values, PRESETS)
         if size_open:
-            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
-                [*words, *size.knobs], world, gpu), world)
+            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: make_config(
+                values | size.knobs, world, PRESETS, gpu), world)
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.config.model for name, preset in PRESETS.items()}

@@ -20,7 +20,7 @@ import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, memory, start
-from data.run.config import left_open
+from data.run.config import left_open, read_values
 from data.run.length import Gpu
 from data.run.memory import (
     VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
@@ -449,7 +449,7 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
     config = T.parse_config(["--preset=single"], 2)
     assert fit_memory(config, GPU, 2, True).model == config.model
     for args, is_open in (["--resume=x.pt"], False), (["--ngram_rows=0"], False), ([], True):
-        assert left_open(["--preset=single", *args], T.PRESETS)[1] == is_open
+        assert left_open(read_values(["--preset=single", *args], T.PRESETS), T.PRESETS)[1] == is_open
 
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
