@@ -10,6 +10,7 @@ beginning of a longer document, and shuffles them: equal files give equal shards
 data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. They get their names when all are finished
 and verified. After an interruption or damage, run the same command again.
 """
+
 import argparse
 import array
 import codecs
@@ -157,10 +158,8 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
 
 def hub_fetch(name: str, folder: Path) -> tuple[Path, int, str]:
-    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download.
-
-    Returns the path, and the size and the checksum that the file has on the hub. Nothing in it is executed.
-    """
+    """(path, size and checksum on the hub) of a file of the dataset, which this downloads into `folder`, with a
+    progress bar. Continues a broken download. Nothing in the file is executed."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
     return (Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), metadata.size,
@@ -230,9 +229,7 @@ def print_notices(notices: dict[str, Counter]) -> None:
 
 def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
     """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`.
-
-    Follows links to folders, but enters each folder once, and none from inside itself.
-    """
+    Follows links to folders, but enters each folder once, and none from inside itself."""
     found, entered = [], {os.path.realpath(root)}
 
     def name_of(*parts):
@@ -274,10 +271,8 @@ def split_documents(text: str) -> list[str]:
 
 
 def read_plain(path: Path):
-    """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time.
-
-    Drops a byte order mark, keeps the line ends. Raises NotText.
-    """
+    """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time. Drops a
+    byte order mark, keeps the line ends. Raises NotText."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             while block := file.read(2**20) + file.readline(2**16):
@@ -291,10 +286,8 @@ def read_plain(path: Path):
 
 
 def read_json(path: Path):
-    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", NO_TEXT).
-
-    A comma may follow the line, and brackets may surround all lines.
-    """
+    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", NO_TEXT). A comma may
+    follow the line, and brackets may surround all lines."""
     with open(path, "rb") as file:
         for line in file:
             if (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
@@ -323,33 +316,32 @@ def is_json(path: Path) -> bool:
 def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
     """{name: (characters, function that reads the file)} of the files that are text. Prints what is special."""
     found, notices, texts, ends = {}, defaultdict(Counter), 0, 0
-
-    def measure(parts):
-        """(characters, number of texts, Counter of what ends them) of a file."""
-        size, good, marks = 0, 0, Counter()
-        for text, mark in parts:
-            size, good = size + len(text), good + bool(text.strip())
-            marks[mark] += 1
-        return size, good, marks
     for key, path in files.items():
         try:
-            json_lines = is_json(path)
-            size, good, marks = measure(read_json(path)) if json_lines else (0, 0, None)
-            if good:
-                found[key], texts = (size, read_json), texts + good
-                notices[NO_TEXT].update([key] * marks[NO_TEXT])
-                continue
-            size, good, marks = measure(read_plain(path))
-            if good:
-                found[key], ends = (size, read_plain), ends + marks[True]
-                if json_lines:
-                    notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
+            readers = [read_json] * is_json(path) + [read_plain]
+            for reader in readers:
+                size, good, marks = 0, 0, Counter()  # characters, number of texts, what ends them
+                for text, mark in reader(path):
+                    size, good = size + len(text), good + bool(text.strip())
+                    marks[mark] += 1
+                if good:
+                    break
             else:
                 notices["skipped {} empty files"][key] += 1
+                continue
         except NotText as kind:
             notices[str(kind)][key] += 1
         except OSError:
             notices["skipped {} files that cannot be read"][key] += 1
+        else:
+            found[key] = size, reader
+            if reader is read_json:
+                texts += good
+                notices[NO_TEXT].update([key] * marks[NO_TEXT])
+            else:
+                ends += marks[True]
+                if read_json in readers:
+                    notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
     print_notices(notices)
     if texts:
         print(f"JSON: {texts:,} texts in the field `text` of a line; none shares a document with another")
@@ -360,16 +352,13 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
 
 # ---- Text: documents -------------------------------------------------------------------------------------------------
 
-def has_gpu() -> bool:
-    import torch
-    return torch.cuda.is_available()
-
-
 def load_tokenizer(kind: str):
     """The function from str to token ids, and the separator."""
-    if kind == "auto" and not has_gpu():
-        print("no GPU here: using bytes, for --preset=cpu (--tokenizer gpt2 makes data for a machine with GPUs)")
-        kind = "bytes"
+    if kind == "auto":
+        import torch
+        if not torch.cuda.is_available():
+            print("no GPU here: using bytes, for --preset=cpu (--tokenizer gpt2 makes data for a machine with GPUs)")
+            kind = "bytes"
     if kind != "bytes":
         try:
             return gpt2_bpe().encode_ordinary, GPT2_SEPARATOR
@@ -423,11 +412,8 @@ def document_size(encode, tokens: int):
 
 
 def cut(parts, size):
-    """Cuts (text, whether a document ends behind it) into documents.
-
-    A document ends at the first line end after the least length that `size` gives, else at the first white space, else
-    at the largest length.
-    """
+    """Cuts (text, whether a document ends behind it) into documents. A document ends at the first line end after the
+    least length that `size` gives, else at the first white space, else at the largest length."""
     rest = ""
     for text, ends in itertools.chain(parts, [("", True)]):
         rest, start = rest + text, 0

@@ -42,7 +42,7 @@ def data(tmp_path, monkeypatch):
     """An empty folder that takes the place of data/; prepare.py sees no GPU, whatever machine runs the tests."""
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    monkeypatch.setattr(prepare, "has_gpu", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return tmp_path / "data"
 
 
@@ -305,7 +305,7 @@ def test_tokenizers(tiny, corpus, monkeypatch, capsys):
     argv, texts = (corpus, "--out", "n"), sorted(sources(corpus).values())
     assert prepare_text(*argv, tokenizer="auto") == 0 and sorted(texts_of(tiny / "n")) == texts
     assert "no GPU here: using bytes, for --preset=cpu" in capsys.readouterr().out
-    monkeypatch.setattr(prepare, "has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert prepare_text(*argv, tokenizer="auto") == 0
     assert sorted(documents_of(tiny / "n", separator=50256)) == sorted([50255, len(t)] for t in texts)
     tiktoken.get_encoding = Mock(side_effect=OFFLINE)

@@ -1,13 +1,12 @@
 """The config of a run. Its settings go one way: text -> values -> config -> checks.
 
-A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs. A section may hold several
-items of one kind, counted from 1 (stages) or from 0 (layers). Each field of a stage is a knob, stage<n>.<field>. Each
-layer is a knob, layer<n>, whose text names the fields in which the layer differs from a default Layer;
-layer<n>.<field> changes one field. The numbers of stages and of layers are the knobs `stages` and `layers`. What the
-user has set is a dictionary, {knob: value}, in which `preset` and `depth` stand beside the knobs.
+A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs, whose types say which values
+they take: Literal, or Annotated with Bounds. stage<n>.<field>, counted from 1, and layer<n>.<field>, counted from 0,
+are knobs, too. layer<n> is a whole layer: its text names the fields in which it differs from a default Layer. The knobs
+`stages` and `layers` are their numbers. What the user has set is a dictionary, {knob: value}, in which `preset` and
+`depth` stand beside the knobs.
 
-The type of a field says which values it takes: Literal, or Annotated with Bounds. Importing this file takes no torch,
-since other programs read their arguments by it.
+Importing this file takes no torch, since other programs read their arguments by it.
 """
 
 import dataclasses
@@ -60,12 +59,15 @@ def knobs_of(config):
     """Yields (name, value, type) of each knob, with the fields of each layer after the layer."""
     for section in vars(config).values():
         for key, value in vars(section).items():
-            yield key, len(value) if key in FIRST else value, int if key in FIRST else hints_of(type(section))[key]
-            for i, item in enumerate(value, FIRST[key]) if key in FIRST else ():
-                name = f"{key[:-1]}{i}"
+            if key not in FIRST:
+                yield key, value, hints_of(type(section))[key]
+                continue
+            yield key, len(value), int
+            for i, item in enumerate(value, FIRST[key]):
                 if key == "layers":
-                    yield name, item, type(item)
-                yield from ((f"{name}.{field}", one, hints_of(type(item))[field]) for field, one in vars(item).items())
+                    yield f"layer{i}", item, type(item)
+                for field, one in vars(item).items():
+                    yield f"{key[:-1]}{i}.{field}", one, hints_of(type(item))[field]
 
 
 def flatten(config) -> dict:
