@@ -57,7 +57,7 @@ from typing import Annotated, Callable, Literal, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
 from data.run.config import Bounds, demand, help_page, left_open, make_config, read_values
-from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
+from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, keep_compiled, one_line,
@@ -2049,7 +2049,6 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
-        cores = FreeCores(torch.get_num_threads()) if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, on a GPU, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
@@ -2093,8 +2092,6 @@ class Trainer:
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
-            if cores and step == self.first_step + 2 and (line := cores.advice()):
-                self.log.line(f"warning: {line}")
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):
