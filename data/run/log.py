@@ -70,21 +70,19 @@ class Log:
 
     def ended(self, system, number, place=""):
         """The line about the signal that ends a run: how to go on. system: the section of the config."""
-        resumed = system.resume and user_path(system.resume)
-        checkpoints = [resumed or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
-        if newest := checkpoints[-1]:
-            advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
-        else:
-            advice = "there is no checkpoint"
-            advice += "" if system.save or system.save_every else ": --save_every=100 writes one every 100 steps"
+        advice = "there is no checkpoint"
+        if newest := [system.resume, *sorted(self.path.with_suffix("").glob("state_step*.pt"))][-1]:
+            advice = f"go on with --resume={shlex.quote(os.path.relpath(user_path(newest)))}"
+        elif not (system.save or system.save_every):
+            advice += ": --save_every=100 writes one every 100 steps"
         line = f"ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}{place}; {advice}"
         with suppress(UserError):
             self.line(line, console=False)
             self.line(f"\n{line}", file=False)
 
     def failed(self, message, error):
-        """The error that ends the run, for the file, with its traceback if it is not the user's; the console gets it on
-        standard error, on a line of its own."""
+        """The error that ends the run, for the file, with its traceback if it is not the user's. `main` prints it on
+        standard error, here on a line of its own."""
         text = f"error: {f'rank {self.rank}: ' if self.rank else ''}{message}\n"
         if not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error))
@@ -105,8 +103,7 @@ class Log:
 
     @contextmanager
     def moving(self, text, every=1.0):
-        """Context manager: the last line of a terminal shows the result of `text()`, which is called every so many
-        seconds."""
+        """Context manager: the last line of a terminal shows `text()`, anew every so many seconds."""
         done = threading.Event()
 
         def move():
@@ -171,7 +168,7 @@ def loaded_sources() -> dict[str, str]:
     """{path: text} of train_gpt.py, then of every other loaded module of this repository. Skips Python's own modules
     and installed packages, which an environment inside the repository brings. Raises UserError where the code of the
     trainer is missing: no log and no other rank could tell what ran."""
-    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
     places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
     files = {Path(file).resolve() for module in [*sys.modules.values()]
              if (file := getattr(module, "__dict__", {}).get("__file__"))}
@@ -196,7 +193,7 @@ def published(path) -> str:
     private."""
     if not path.startswith(("/", "~")) and ".." not in Path(path).parts:
         return path
-    path = Path(os.path.abspath(os.path.expanduser(path)))
+    path = Path(os.path.abspath(user_path(path)))
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
@@ -226,9 +223,8 @@ def shards_line(shards) -> str:
 
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict, shards: dict):
     """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
-    kernels and the sizes of the micro-batches. argv: arguments of the run; sources: {path: text}; machine: {key: value}
-    of the hardware, with the number of ranks; choices: {operation: name of its implementation}; shards: {part of the
-    data: Shards}."""
+    kernels and the sizes of the micro-batches. sources: {path: text}; machine: {key: value} of the hardware, with the
+    number of ranks; choices: {operation: name of its implementation}; shards: {part of the data: Shards}."""
     gpus, triton = "nvidia-smi: not found", sys.modules.get("triton")
     with suppress(OSError):
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout

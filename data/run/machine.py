@@ -198,9 +198,9 @@ def require_equal_ranks(rt, config, sources: dict):
     dist.all_gather_object(everyone, {name: zlib.crc32(text.encode(errors="backslashreplace"))  # of any prompt
                                       for name, text in mine.items()})
     for rank, found in enumerate(everyone):
-        if names := [name for name in found.keys() | everyone[0].keys() if found.get(name) != everyone[0].get(name)]:
-            raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted(names))}: start all processes with"
-                            " the same command and the same code")
+        if differing := found.items() ^ everyone[0].items():
+            raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted({name for name, _ in differing}))}:"
+                            " start all processes with the same command and the same code")
 
 
 def of_rank_0(value, rt):

@@ -66,7 +66,7 @@ def error_message(error) -> str | None:
 
 
 def told() -> Path:
-    """A folder that is there once a process of this machine has told why the run ends. torchrun gives each process a
+    """A folder that exists once a process of this machine has told why the run ends. torchrun gives each process a
     folder in a common one."""
     return Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/no/torchrun/error.json")).parent.parent / "told"
 
