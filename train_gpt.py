@@ -60,8 +60,8 @@ from data.run.config import Bounds, demand, help_page, left_open, make_config, r
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
-    NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, keep_compiled, one_line,
-    open_outputs, run_program, told)
+    NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
+    run_program, told)
 
 if __name__ == "__main__":
     open_outputs()
@@ -472,7 +472,6 @@ if __name__ == "__main__":
     if "WORLD_SIZE" not in os.environ:  # of several processes, `main` lets one speak
         run_program(first_answer)
     keep_bytecode()
-    keep_compiled()
     choose_waiting(sys.argv[1:])
 require_packages("numpy", "torch")  # the rest of this file needs them
 

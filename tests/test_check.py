@@ -25,7 +25,7 @@ from data.run.length import Gpu
 from data.run.memory import (
     VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
     restart_with_more_micro_batches, state_bytes)
-from data.run.program import UserError, error_message, keep_compiled
+from data.run.program import UserError, error_message
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C
@@ -340,20 +340,6 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
                                               " --keep and --save_every limit them")
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
     assert start.check_disk(config, 1) == ("rank 0 writes", True)
-
-
-@pytest.mark.parametrize("variables, folder", [
-    ({"HOME": "{d}"}, "{d}/.cache/speedrun/triton"), ({"XDG_CACHE_HOME": "{d}"}, "{d}/speedrun/triton"),
-    ({"HOME": "{d}", "TRITON_CACHE_DIR": "/t"}, "/t"), ({"HOME": "{d}", "TRITON_HOME": "/t"}, None),
-    ({"HOME": "/dev/null"}, None), ({"HOME": "no/folder"}, None), ({"HOME": "/denied"}, None)])
-def test_where_compiled_kernels_stay(tmp_path, monkeypatch, variables, folder):
-    """In one folder for all copies of the repository, unless the user names another or it cannot be written."""
-    monkeypatch.setattr(os, "environ", {name: value.format(d=tmp_path) for name, value in variables.items()})
-    if "/denied" in variables.values():  # another user's home
-        monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError("denied")))
-        monkeypatch.setattr(os, "access", lambda *_: False)
-    keep_compiled()
-    assert os.environ.get("TRITON_CACHE_DIR") == (folder and folder.format(d=tmp_path))
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def commands(text):
 COMMANDS = sorted(set().union(*(commands((ROOT / name).read_text()) for name in WITH_COMMANDS)))
 SHELL = {  # commands that neither Python nor run.sh parses; test_caches and the tests of run.sh execute their kind
     "python3 -m venv .venv", ".venv/bin/python -m pip install -r requirements.txt", "pip install -r requirements.txt",
-    "tar -cJf caches.tar.xz -C ~/.cache speedrun", "tar -xJf caches.tar.xz -C ~/.cache",
+    "tar -cJf caches.tar.xz -C ~ .triton/cache", "tar -xJf caches.tar.xz -C ~",
     "CKPT=$(ls -t logs/*/state_step*.pt | head -n 1)"}
 
 
@@ -180,13 +180,12 @@ def test_output(corpus, tmp_path):
 
 def test_caches(tmp_path):
     """The commands about caches, in a home folder of their own, restore the caches."""
-    folders = [tmp_path / ".cache/speedrun" / name / "x" for name in ("inductor", "triton")]
-    for folder in folders:
-        folder.mkdir(parents=True)
+    folder = tmp_path / ".triton/cache/x"
+    folder.mkdir(parents=True)
     script = "set -e\n" + next(block for block in code(GUIDE, "bash") if "caches.tar" in block)
-    script = script.replace("\ntar -x", "\nmv ~/.cache ~/old\nmkdir ~/.cache\ntar -x")
+    script = script.replace("\ntar -x", "\nmv ~/.triton ~/old\ntar -x")
     subprocess.check_call(["bash", "-c", script], cwd=tmp_path, env=ENV | {"HOME": str(tmp_path)})
-    assert all(folder.is_dir() for folder in folders)
+    assert folder.is_dir()
 
 
 # ---- Worked examples -------------------------------------------------------------------------------------------------
