@@ -32,9 +32,9 @@ class Log:
     line-buffered, so a killed run loses no line."""
 
     def __init__(self, config, rt):
-        name = f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        self.path = of_rank_0(ROOT / user_path(config.system.log_dir) / name, rt)
-        self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        system, self.rank, self.is_main = config.system, rt.rank, rt.rank == 0
+        self.path = of_rank_0(ROOT / user_path(system.log_dir) / f"{system.run_label}_{uuid.uuid4()}.txt", rt)
+        self.terminal = self.is_main and sys.stdout.isatty()
         knobs, home = flatten(config), user_path("~")
         folders = {ROOT, data_root(), home, *(user_path(knobs[key]).parent for key in PATHS)}
         self.private = sorted((f"{folder}/" for folder in folders if len(folder.parts) > 1 and folder.is_absolute()),
@@ -229,16 +229,17 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict,
     with suppress(OSError):
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
-    given = (f"--{key}={published(text) if key in PATHS else text}" for key, text in read_arguments(argv).items())
-    facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
-                       "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}
-    for part, each in shards.items():
-        facts[f"{part}_shards"] = " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
+    def public(texts):
+        return {key: published(text) if key in PATHS else text for key, text in texts.items()}
+
+    given = (f"--{key}={text}" for key, text in public(read_arguments(argv)).items())
+    facts = {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
+             "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}
+    facts |= {f"{part}_shards": " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
+              for part, each in shards.items()}
     facts |= {f"env.{key}": published(value) for key, value in sorted(os.environ.items())
-              if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
-              and not key.startswith("TORCHELASTIC")}  # these variables differ between runs
-    knobs = {key: render(value) for key, value in flatten(config).items()}
-    facts |= {key: published(text) if key in PATHS else text for key, text in knobs.items()}
+              if re.match("TORCH(?!ELASTIC)|TRITON|NCCL|OMP_", key)}  # torchrun's own differ between runs
+    facts = machine | facts | public({key: render(value) for key, value in flatten(config).items()})
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,
