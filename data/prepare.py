@@ -157,13 +157,12 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
 
-def hub_fetch(name: str, folder: Path) -> tuple[Path, int, str]:
-    """(path, size and checksum on the hub) of a file of the dataset, which this downloads into `folder`, with a
-    progress bar. Continues a broken download. Nothing in the file is executed."""
+def hub_fetch(name: str, folder: Path) -> tuple[Path, str]:
+    """(path, checksum on the hub) of a file of the dataset, which this downloads into `folder`, with a progress bar.
+    Continues a broken download. Nothing in the file is executed."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
-    return (Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), metadata.size,
-            metadata.etag)
+    checksum = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset")).etag
+    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), checksum
 
 
 def fineweb(shards: int) -> None:
@@ -185,14 +184,12 @@ def fineweb(shards: int) -> None:
                 path.unlink()
         print(f"{name}: fetching, {i} of {len(names)}", flush=True)
         try:
-            arrived, size, checksum = hub_fetch(name, partial)
+            arrived, checksum = hub_fetch(name, partial)
         except Exception as error:  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(f"{name}: cannot be fetched from the hub ({reason}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            if (found := arrived.stat().st_size) != size:
-                raise UserError(f"{arrived}: {found} bytes, the hub has {size}")
             if re.fullmatch("[0-9a-f]{64}", checksum) and (found := digest(arrived)) != checksum:  # SHA-256, if large
                 raise UserError(f"{arrived}: SHA-256 {found}, the hub has {checksum}")
             read_shard(arrived, GPT2_SEPARATOR + 1)
@@ -553,16 +550,15 @@ def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
-    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *folder.glob(
-            f"{glob.escape(folder.name)}_*_*.bin"):
+    # Shards of an earlier build, which may have been more, those of the validation first.
+    old = [path for part in ("val", "train") for path in folder.glob(f"{glob.escape(folder.name)}_{part}_*.bin")]
+    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *old:
         if os.path.isdir(path):
             raise UserError(f"{path} is a folder: remove it, and run the same command again")
     if folder.stat().st_dev != made.stat().st_dev:
         raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
-    facts_file(folder).unlink(missing_ok=True)
-    for part in ("val", "train"):  # shards of an earlier build, which may have been more
-        for old in folder.glob(f"{folder.name}_{part}_*.bin"):
-            old.unlink(missing_ok=True)
+    for path in facts_file(folder), *old:
+        path.unlink(missing_ok=True)
     for name in facts["train"]:
         os.replace(made / name, folder / name)
     facts_file(folder).write_text(json.dumps(facts, indent=1), encoding="utf-8")

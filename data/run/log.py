@@ -199,7 +199,7 @@ def published(path) -> str:
 
 def revision(sources) -> str:
     """The commit of this repository, and whether git knows of a change in the sources, which are all in the commit;
-    unknown if this folder is not the top of a repository with a train_gpt.py."""
+    unknown if the commit has no train_gpt.py in this folder."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
 
     def git(*words):
@@ -207,12 +207,11 @@ def revision(sources) -> str:
                               check=True, env=env).stdout
 
     try:
-        place, commit, _ = git("rev-parse", "--show-prefix", "HEAD").split("\n")
-        is_ours = not place and git("ls-tree", commit, "train_gpt.py")
+        commit, _ = git("rev-parse", "HEAD", "HEAD:./train_gpt.py").split()
         changed = git("status", "--porcelain", "--ignored", "--untracked-files=all", "--", *sources)
-    except (OSError, ValueError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return f"{commit} {'with changes' if changed else 'clean'}" if is_ours else "unknown"
+    return f"{commit} {'with changes' if changed else 'clean'}"
 
 
 def shards_line(shards) -> str:
