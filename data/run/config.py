@@ -169,24 +169,22 @@ def read_options(argv, options, aliases, known):
 
 def unknown_key(key, known) -> UserError:
     """The error for a key that is not in `known`; it names the knob that other trainers call so, or the nearest key."""
-    near = [f"--{name}" for name in difflib.get_close_matches(key, known, 1)]
-    hint = f"; here it is {ELSEWHERE[key]}" if key in ELSEWHERE else f"; the nearest is {near[0]}" if near else ""
+    near = [f"; the nearest is --{name}" for name in difflib.get_close_matches(key, known, 1)]
+    hint = f"; here it is {ELSEWHERE[key]}" if key in ELSEWHERE else "".join(near)
     return UserError(f"unknown key --{key}{hint} (see --help)")
 
 
 def read_texts(texts, config) -> dict:
     """{knob: text} -> {knob: value}. The config has the types of the knobs, and examples for messages. Raises UserError
     for an unknown knob, and for a text that is not of the type of its knob."""
-    def any_item(name):
-        """The name without the number of a stage or of a layer, which this config need not have."""
-        return re.sub(r"^(layer|stage)\d+", r"\1", name)
-
-    known = {name: (value, kind) for name, value, kind in knobs_of(config)} | {"depth": (config.model.depth, int)}
-    alike, values = {any_item(name): found for name, found in known.items()}, {}
+    known = {name: (kind, value) for name, value, kind in knobs_of(config)} | {"depth": (int, config.model.depth)}
+    first, values = {"layer": "layer0", "stage": "stage1"}, {}
     for key, text in texts.items():
-        if not (found := known.get(key) or alike.get(any_item(key))):
+        # The config need not have this stage or layer, but the first one has the same fields.
+        alike = re.sub(r"^(layer|stage)\d+", lambda item: first[item[1]], key)
+        if not (found := known.get(key) or known.get(alike)):
             raise unknown_key(key, [*known, "preset"])
-        values[key] = parse_value(key, text, found[1], found[0])
+        values[key] = parse_value(key, text, *found)
     return values
 
 
@@ -260,8 +258,8 @@ def help_page(manual, presets, argv, source) -> str:
     train_gpt.py."""
     preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
     config, lines = presets[preset].config, {}
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))
-    comments |= {"depth": "number of layers; another number makes them anew, by `wire`"}
+    comments = {"depth": "number of layers; another number makes them anew, by `wire`",
+                **dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))}
     for key, value in flatten(config).items():
         name = re.sub(r"^stage\d+", "stage<n>", key)
         if key == "layers":
@@ -280,8 +278,8 @@ def help_page(manual, presets, argv, source) -> str:
 def make_config(values, world, presets, gpu=None):
     """What the user has set, {knob: value} -> config for `world` ranks, checked. presets: {name: Preset of
     train_gpt.py}; gpu: see `fit_length`. Raises UserError for values that a run does not accept."""
-    values, first_step, neutral = dict(values), 0, presets["record74"].config
-    preset = values.pop("preset", None)
+    preset, first_step = values.get("preset"), 0
+    values = {key: value for key, value in values.items() if key != "preset"}
     if "resume" in values:
         config, first_step = resumed_config(values, preset, world, presets)
     elif "init_from" not in values:
@@ -290,7 +288,7 @@ def make_config(values, world, presets, gpu=None):
         raise UserError(f"--init_from={values['init_from']}: the checkpoint brings its settings; leave out"
                         f" --preset={preset}")
     else:
-        config = begun_config(values, world, neutral)
+        config = begun_config(values, world, presets["record74"].config)
     check_config(config, world, first_step)
     return config
 
