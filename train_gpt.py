@@ -56,12 +56,12 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.config import Bounds, check_row, help_page, left_open, read_config
-from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
+from data.run.config import Bounds, check_row, help_page, left_open, make_config, read_values
+from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
-    NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, keep_compiled, one_line,
-    open_outputs, require_finite, run_program, told)
+    NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
+    require_finite, run_program, told)
 
 if __name__ == "__main__":
     open_outputs()
@@ -424,7 +424,7 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
     gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
-    return read_config(argv, world, PRESETS, gpu)
+    return make_config(read_values(argv, PRESETS), world, PRESETS, gpu)
 
 
 def first_answer(argv) -> int | None:
@@ -434,7 +434,7 @@ def first_answer(argv) -> int | None:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
     if not re.search(r"^--(sample|resume|init_from)\b", "\n".join(argv), re.M):
-        parse_config([arg for arg in argv if arg != "--check"])
+        make_config(read_values(argv, PRESETS), 1, PRESETS)
     return None
 
 
@@ -442,7 +442,6 @@ if __name__ == "__main__":
     if "WORLD_SIZE" not in os.environ:  # of several processes, `main` lets one speak
         run_program(first_answer)
     keep_bytecode()
-    keep_compiled()
     choose_waiting(sys.argv[1:])
 require_packages("numpy", "torch")  # the rest of this file needs them
 
@@ -1520,12 +1519,12 @@ def main(argv) -> int:
         if any(arg.partition("=")[0] == "--sample" for arg in argv):
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
-        words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-        config = parse_config(words, world)
-        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(words, PRESETS)
+        values, fit, size = read_values(argv, PRESETS), None, ""
+        config = make_config(values, world, PRESETS)
+        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(values, PRESETS)
         if size_open:
-            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
-                [*words, *size.knobs], world, gpu), world)
+            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: make_config(
+                values | size.knobs, world, PRESETS, gpu), world)
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.config.model for name, preset in PRESETS.items()}
@@ -1850,7 +1849,6 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
-        cores = FreeCores(torch.get_num_threads()) if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, on a GPU, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
@@ -1900,8 +1898,6 @@ class Trainer:
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
-            if cores and step == self.first_step + 2 and (line := cores.advice()):
-                self.log.line(f"warning: {line}")
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):

@@ -1,6 +1,5 @@
 """Reads token shards, packs documents into micro-batches, and copies them to the device.
 
-Contents: Batch; training shards; Loader; ValidationData.
 Shape letters: N tokens of one forward pass, G ranks. records/record74.md has the quirks K1, K2.
 """
 
@@ -9,7 +8,7 @@ import dataclasses
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -24,10 +23,8 @@ from data.shards import Shards, read_shard
 
 
 def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:
-    """Row of the n-gram table for each token and the order - 1 tokens before it, (N,) int32. K1.
-
-    The first order - 1 tokens have the last row.
-    """
+    """Row of the n-gram table for each token and the order - 1 tokens before it, (N,) int32. The first order - 1 tokens
+    have the last row. K1."""
     hashed, tokens = np.full(len(tokens), rows - 1, np.int32), tokens.astype(np.int64)
     whole = max(0, len(tokens) - order + 1)  # n-grams
     parts = (factor * tokens[order - 1 - i:][:whole] for i, factor in enumerate(NGRAM_FACTORS[:order]))
@@ -36,10 +33,8 @@ def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:
 
 
 def ngram_rows(tokens: np.ndarray, ngrams) -> np.ndarray:
-    """Rows of the n-grams of all orders, (orders * N,) int32: those of the first order, then those of the next.
-
-    ngrams: `Model.ngrams`. The parts of the table for the orders lie one below the other.
-    """
+    """Rows of the n-grams of all orders, (orders * N,) int32: those of the first order, then those of the next, as the
+    parts of the table lie. ngrams: `Model.ngrams`."""
     starts = accumulate((rows for _, rows in ngrams), initial=0)
     return np.concatenate([start + ngram_hash(tokens, *ngram) for start, ngram in zip(starts, ngrams)])
 
@@ -54,19 +49,18 @@ def two_sweeps(classes: int) -> np.ndarray:
 
 
 def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None):
-    """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
+    """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax, which
+    normalises over these classes (candidates) alone. None when gate and targets are more than `count`. PR 360,
+    devenpzak.
 
-    A sampled softmax normalises over these classes (candidates) alone: the gate, if there is one, all targets, and the
-    next others of a sweep through all classes. The start of the sweep depends only on `row`, the number of the
-    micro-batch in the run, so any number of ranks takes the same. None when gate and targets are more than `count`. PR
-    360, devenpzak.
+    The candidates are the gate, if there is one, all targets, and the next others of a sweep through all classes. Its
+    start depends only on `row`, the number of the micro-batch in the run, so any number of ranks takes the same.
     """
     taken = np.zeros(classes, bool)
     taken[targets] = True
     ids = np.flatnonzero(taken)
-    if gate is not None:
-        ids = np.concatenate([[gate], ids])
-        taken[gate] = True
+    ids = ids if gate is None else np.append(gate, ids)
+    taken[ids] = True
     if len(ids) > count:
         return None
     start = row * (int(0.618 * classes) | 1) % classes  # the golden ratio spreads the starts evenly
@@ -83,17 +77,12 @@ def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
 
 
 def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """[0, borders..., tokens, tokens, ...], (size,) int32: cumulative lengths of documents, the last ones empty.
-
-    Raises UserError when there are more documents than `size` allows.
-    """
+    """[0, borders..., tokens, tokens, ...], (size,) int32: cumulative lengths of documents, the last ones empty. Raises
+    UserError when there are more documents than `size` allows."""
     if len(borders) >= size:
         raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}:"
                         " lower --tokens_per_doc")
-    cu = np.full(size, tokens, np.int32)
-    cu[0] = 0
-    cu[1:1 + len(borders)] = borders
-    return cu
+    return np.concatenate([[0], borders, np.full(size - 1 - len(borders), tokens)]).astype(np.int32)
 
 
 PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
@@ -140,9 +129,7 @@ class Exchange(NamedTuple):
 
 class RowRouter:
     """Tells the ranks which rows of a table the others need. Each rank has `block` rows of the table, in their order.
-
-    Every rank must make and call its routers in the same order. The lists travel between the hosts.
-    """
+    Every rank must make and call its routers in the same order. The lists travel between the hosts."""
 
     def __init__(self, rt, table_rows):
         self.rt, self.block, self.group = rt, -(-table_rows // rt.world), dist.new_group(backend="gloo")
@@ -222,16 +209,13 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
 
 def make_router(config, rt) -> RowRouter | None:
     """The router of a run on several ranks that share an n-gram table."""
-    if rt.world == 1 or not any(config.model.ngram_rows):
-        return None
-    return RowRouter(rt, sum(rows for _, rows in config.model.ngrams))
+    shared = rt.world > 1 and any(config.model.ngram_rows)
+    return RowRouter(rt, sum(rows for _, rows in config.model.ngrams)) if shared else None
 
 
 class Shard:
-    """The first `most` tokens of a training shard, and the starts and lengths of its documents.
-
-    read: `read_shard`, or `Shards.read`. Raises their errors.
-    """
+    """The first `most` tokens of a training shard, and the starts and lengths of its documents. read: `read_shard`, or
+    `Shards.read`. Raises their errors."""
 
     def __init__(self, path, model, most=sys.maxsize, read=read_shard):
         self.tokens = read(path, model.vocab_size, most)
@@ -239,11 +223,9 @@ class Shard:
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
-        """(starts, lengths, next cursor) of the documents from number `cursor` on that fill tokens + 1 places.
-
-        None if the documents run out. Documents are cut at max_doc_len, and the last document where the micro-batch is
-        full; the loader drops the rest of a cut document.
-        """
+        """(starts, lengths, next cursor) of the documents from number `cursor` on that fill tokens + 1 places; None if
+        the documents run out. Documents are cut at max_doc_len, and the last document where the micro-batch is full.
+        The loader drops the rest of a cut document."""
         lengths = np.minimum(self.lengths[cursor:cursor + tokens + 1], max_doc_len)
         total = np.cumsum(lengths)
         last = int(np.searchsorted(total, tokens + 1))
@@ -274,10 +256,8 @@ class Loader:
         self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
 
     def state_dict(self):
-        """index, part: the next step (position in `plans`) and micro-step; shard, cursor: the next document.
-
-        The state follows the batches that `next_batch` has returned, not the batches that were read ahead.
-        """
+        """index, part: the next step (position in `plans`) and micro-step; shard, cursor: the next document. The state
+        follows the batches that `next_batch` has returned, not the batches that were read ahead."""
         return dict(self.state)
 
     def load_state_dict(self, state):
@@ -332,10 +312,9 @@ class Loader:
             joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
             borders = np.minimum(np.cumsum(lengths), tokens)
             cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-            router = self.router if routed else None
-            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream):  # None: the current one
                 batch = make_batch(joined, cu, self.config, self.rt.device, self.hash_ids, number, plan.candidates,
-                                   router)
+                                   self.router if routed else None)
                 copied = self.stream and self.stream.record_event()
             yield batch, copied, state
 

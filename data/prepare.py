@@ -10,6 +10,7 @@ beginning of a longer document, and shuffles them: equal files give equal shards
 data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. They get their names when all are finished
 and verified. After an interruption or damage, run the same command again.
 """
+
 import argparse
 import array
 import codecs
@@ -156,15 +157,12 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
 
-def hub_fetch(name: str, folder: Path) -> tuple[Path, int, str]:
-    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download.
-
-    Returns the path, and the size and the checksum that the file has on the hub. Nothing in it is executed.
-    """
+def hub_fetch(name: str, folder: Path) -> tuple[Path, str]:
+    """(path, checksum on the hub) of a file of the dataset, which this downloads into `folder`, with a progress bar.
+    Continues a broken download. Nothing in the file is executed."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
-    return (Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), metadata.size,
-            metadata.etag)
+    checksum = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset")).etag
+    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), checksum
 
 
 def fineweb(shards: int) -> None:
@@ -186,14 +184,12 @@ def fineweb(shards: int) -> None:
                 path.unlink()
         print(f"{name}: fetching, {i} of {len(names)}", flush=True)
         try:
-            arrived, size, checksum = hub_fetch(name, partial)
+            arrived, checksum = hub_fetch(name, partial)
         except Exception as error:  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(f"{name}: cannot be fetched from the hub ({reason}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            if (found := arrived.stat().st_size) != size:
-                raise UserError(f"{arrived}: {found} bytes, the hub has {size}")
             if re.fullmatch("[0-9a-f]{64}", checksum) and (found := digest(arrived)) != checksum:  # SHA-256, if large
                 raise UserError(f"{arrived}: SHA-256 {found}, the hub has {checksum}")
             read_shard(arrived, GPT2_SEPARATOR + 1)
@@ -230,9 +226,7 @@ def print_notices(notices: dict[str, Counter]) -> None:
 
 def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
     """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`.
-
-    Follows links to folders, but enters each folder once, and none from inside itself.
-    """
+    Follows links to folders, but enters each folder once, and none from inside itself."""
     found, entered = [], {os.path.realpath(root)}
 
     def name_of(*parts):
@@ -274,10 +268,8 @@ def split_documents(text: str) -> list[str]:
 
 
 def read_plain(path: Path):
-    """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time.
-
-    Drops a byte order mark, keeps the line ends. Raises NotText.
-    """
+    """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time. Drops a
+    byte order mark, keeps the line ends. Raises NotText."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             while block := file.read(2**20) + file.readline(2**16):
@@ -291,10 +283,8 @@ def read_plain(path: Path):
 
 
 def read_json(path: Path):
-    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", NO_TEXT).
-
-    A comma may follow the line, and brackets may surround all lines.
-    """
+    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", NO_TEXT). A comma may
+    follow the line, and brackets may surround all lines."""
     with open(path, "rb") as file:
         for line in file:
             if (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
@@ -323,33 +313,32 @@ def is_json(path: Path) -> bool:
 def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
     """{name: (characters, function that reads the file)} of the files that are text. Prints what is special."""
     found, notices, texts, ends = {}, defaultdict(Counter), 0, 0
-
-    def measure(parts):
-        """(characters, number of texts, Counter of what ends them) of a file."""
-        size, good, marks = 0, 0, Counter()
-        for text, mark in parts:
-            size, good = size + len(text), good + bool(text.strip())
-            marks[mark] += 1
-        return size, good, marks
     for key, path in files.items():
         try:
-            json_lines = is_json(path)
-            size, good, marks = measure(read_json(path)) if json_lines else (0, 0, None)
-            if good:
-                found[key], texts = (size, read_json), texts + good
-                notices[NO_TEXT].update([key] * marks[NO_TEXT])
-                continue
-            size, good, marks = measure(read_plain(path))
-            if good:
-                found[key], ends = (size, read_plain), ends + marks[True]
-                if json_lines:
-                    notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
+            readers = [read_json] * is_json(path) + [read_plain]
+            for reader in readers:
+                size, good, marks = 0, 0, Counter()  # characters, number of texts, what ends them
+                for text, mark in reader(path):
+                    size, good = size + len(text), good + bool(text.strip())
+                    marks[mark] += 1
+                if good:
+                    break
             else:
                 notices["skipped {} empty files"][key] += 1
+                continue
         except NotText as kind:
             notices[str(kind)][key] += 1
         except OSError:
             notices["skipped {} files that cannot be read"][key] += 1
+        else:
+            found[key] = size, reader
+            if reader is read_json:
+                texts += good
+                notices[NO_TEXT].update([key] * marks[NO_TEXT])
+            else:
+                ends += marks[True]
+                if read_json in readers:
+                    notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
     print_notices(notices)
     if texts:
         print(f"JSON: {texts:,} texts in the field `text` of a line; none shares a document with another")
@@ -360,16 +349,13 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
 
 # ---- Text: documents -------------------------------------------------------------------------------------------------
 
-def has_gpu() -> bool:
-    import torch
-    return torch.cuda.is_available()
-
-
 def load_tokenizer(kind: str):
     """The function from str to token ids, and the separator."""
-    if kind == "auto" and not has_gpu():
-        print("no GPU here: using bytes, for --preset=cpu (--tokenizer gpt2 makes data for a machine with GPUs)")
-        kind = "bytes"
+    if kind == "auto":
+        import torch
+        if not torch.cuda.is_available():
+            print("no GPU here: using bytes, for --preset=cpu (--tokenizer gpt2 makes data for a machine with GPUs)")
+            kind = "bytes"
     if kind != "bytes":
         try:
             return gpt2_bpe().encode_ordinary, GPT2_SEPARATOR
@@ -423,11 +409,8 @@ def document_size(encode, tokens: int):
 
 
 def cut(parts, size):
-    """Cuts (text, whether a document ends behind it) into documents.
-
-    A document ends at the first line end after the least length that `size` gives, else at the first white space, else
-    at the largest length.
-    """
+    """Cuts (text, whether a document ends behind it) into documents. A document ends at the first line end after the
+    least length that `size` gives, else at the first white space, else at the largest length."""
     rest = ""
     for text, ends in itertools.chain(parts, [("", True)]):
         rest, start = rest + text, 0
@@ -567,16 +550,15 @@ def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
-    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *folder.glob(
-            f"{glob.escape(folder.name)}_*_*.bin"):
+    # Shards of an earlier build, which may have been more, those of the validation first.
+    old = [path for part in ("val", "train") for path in folder.glob(f"{glob.escape(folder.name)}_{part}_*.bin")]
+    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *old:
         if os.path.isdir(path):
             raise UserError(f"{path} is a folder: remove it, and run the same command again")
     if folder.stat().st_dev != made.stat().st_dev:
         raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
-    facts_file(folder).unlink(missing_ok=True)
-    for part in ("val", "train"):  # shards of an earlier build, which may have been more
-        for old in folder.glob(f"{folder.name}_{part}_*.bin"):
-            old.unlink(missing_ok=True)
+    for path in facts_file(folder), *old:
+        path.unlink(missing_ok=True)
     for name in facts["train"]:
         os.replace(made / name, folder / name)
     facts_file(folder).write_text(json.dumps(facts, indent=1), encoding="utf-8")

@@ -1,7 +1,5 @@
-"""Token shards: which files a pattern names, what is in a file, and whether it changes during a run.
-
-README.md beside this file describes the format.
-"""
+"""Token shards: which files a pattern names, what is in a file, and whether it changes during a run. README.md beside
+this file describes the format."""
 
 import glob
 import hashlib
@@ -16,16 +14,13 @@ import numpy as np
 
 from data.run.program import ROOT, UserError, user_error, user_path
 
-
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 REMAKE = "fetch or make it again with data/prepare.py"
 
 
 def read_shard_header(path: Path) -> int:
     """Number of tokens of a shard: 256 int32 (magic, version, number of tokens, then unused), then a uint16 per token.
-
-    Raises UserError when the file is not a shard, has another version, or is shorter or longer than its header says.
-    """
+    Raises UserError when the file is not a shard, has another version, or is shorter or longer than its header says."""
     if not os.path.isfile(path):
         raise UserError(f"{path}: no regular file, for example a folder or a link to nothing, so no shard;"
                         " give a pattern such as data/mine/mine_train_*.bin")
@@ -55,10 +50,8 @@ def require_tokens(path, largest, separated, vocab_size):
 
 
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
-    """The first `most` tokens of a shard, uint16.
-
-    Raises UserError for a damaged file, a token outside the vocabulary, and tokens without a separator.
-    """
+    """The first `most` tokens of a shard, uint16. Raises UserError for a damaged file, a token outside the vocabulary,
+    and tokens without a separator."""
     count = min(read_shard_header(path), most)
     with user_error(f"{path}: cannot be read"):
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
@@ -100,11 +93,10 @@ def matching_files(pattern: str) -> list[Path]:
 
 def find_files(pattern: str) -> list[Path]:
     """`matching_files`. Raises UserError when there are none."""
-    files = matching_files(pattern)
-    if not files:
-        raise UserError(f"no files match {data_root() / user_path(pattern)}; fetch or build data with data/prepare.py,"
-                        " or run ./run.sh")
-    return files
+    if files := matching_files(pattern):
+        return files
+    raise UserError(f"no files match {data_root() / user_path(pattern)}; fetch or build data with data/prepare.py, or"
+                    " run ./run.sh")
 
 
 def stamp(path: Path):
@@ -118,12 +110,12 @@ def stamp(path: Path):
 
 
 class Shards:
-    """The shards that match a pattern, as they were when this object was made: at the start of a run.
+    """The shards that match a pattern, as they were when this object was made: at the start of a run. Raises UserError
+    for a bad header, and when there are no tokens.
 
     files: {path: its stamp}, in name order, without shards of no tokens. counts: their tokens. warnings: lines about
     shards without tokens. digests: {path: SHA-256}, as far as they are known. checks: {path: Future of the error of
-    `inspect`, or of None}, once `inspect_all` has begun. Raises UserError for a bad header, and when there are no
-    tokens.
+    `inspect`, or of None}, once `inspect_all` has begun.
     """
 
     def __init__(self, pattern, vocab_size):

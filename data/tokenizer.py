@@ -10,9 +10,7 @@ from data.shards import data_root
 
 
 def gpt2_bpe():
-    """GPT-2's BPE of tiktoken, which fetches its files once. They stay in data/cache, beside the shards. Raises
-    UserError.
-    """
+    """GPT-2's BPE of tiktoken, which fetches its files once, into data/cache beside the shards. Raises UserError."""
     folder = data_root() / "data" / "cache" / "tiktoken"
     if folder.exists() or is_writable(folder):  # else tiktoken's own folder, in /tmp
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(folder))
@@ -43,10 +41,8 @@ def normalised_text(token: bytes) -> str:
 
 
 def normalised_ids(decode, model) -> np.ndarray:
-    """(padded_vocab,) int32: for each token the first token with the same normalised text (PR 375, Daniel Monroe).
-
-    Tokens without such text, BOS and the padding keep their ids.
-    """
+    """(padded_vocab,) int32: for each token the first token with the same normalised text. Tokens without such text,
+    BOS and the padding keep their ids. PR 375, Daniel Monroe."""
     ids, first = np.arange(model.padded_vocab, dtype=np.int32), {}
     for id in range(model.bos_id):
         if text := normalised_text(decode(id)):

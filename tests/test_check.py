@@ -20,12 +20,12 @@ import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, memory, start
-from data.run.config import left_open
+from data.run.config import left_open, read_values
 from data.run.length import Gpu
 from data.run.memory import (
     VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
     restart_with_more_micro_batches, state_bytes)
-from data.run.program import UserError, error_message, keep_compiled
+from data.run.program import UserError, error_message
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C
@@ -332,20 +332,6 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
     assert start.check_disk(config, 1) == ("rank 0 writes", True)
 
 
-@pytest.mark.parametrize("variables, folder", [
-    ({"HOME": "{d}"}, "{d}/.cache/speedrun/triton"), ({"XDG_CACHE_HOME": "{d}"}, "{d}/speedrun/triton"),
-    ({"HOME": "{d}", "TRITON_CACHE_DIR": "/t"}, "/t"), ({"HOME": "{d}", "TRITON_HOME": "/t"}, None),
-    ({"HOME": "/dev/null"}, None), ({"HOME": "no/folder"}, None), ({"HOME": "/denied"}, None)])
-def test_where_compiled_kernels_stay(tmp_path, monkeypatch, variables, folder):
-    """In one folder for all copies of the repository, unless the user names another or it cannot be written."""
-    monkeypatch.setattr(os, "environ", {name: value.format(d=tmp_path) for name, value in variables.items()})
-    if "/denied" in variables.values():  # another user's home
-        monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError("denied")))
-        monkeypatch.setattr(os, "access", lambda *_: False)
-    keep_compiled()
-    assert os.environ.get("TRITON_CACHE_DIR") == (folder and folder.format(d=tmp_path))
-
-
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 # On H200s, all MiB at the peak: arguments, ranks, micro-batches -> allocated, reserved (records/2026-11-22_lengths,
@@ -437,7 +423,7 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
     config = T.parse_config(["--preset=single"], 2)
     assert fit_memory(config, GPU, 2, True).model == config.model
     for args, is_open in (["--resume=x.pt"], False), (["--ngram_rows=0"], False), ([], True):
-        assert left_open(["--preset=single", *args], T.PRESETS)[1] == is_open
+        assert left_open(read_values(["--preset=single", *args], T.PRESETS), T.PRESETS)[1] == is_open
 
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])

@@ -395,13 +395,13 @@ def test_every_knob_is_learned_or_free(monkeypatch):
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
-        overrides = {"resume": "x", key: render(other)}
+        values = {"resume": "x", key: other}
         if key in free - {"resume"}:
-            changed, step = settings.resumed_config(overrides, None, 1, presets)
+            changed, step = settings.resumed_config(values, None, 1, presets)
             assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
-                settings.resumed_config(overrides, None, 1, presets)
+                settings.resumed_config(values, None, 1, presets)
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 

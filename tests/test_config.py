@@ -12,7 +12,7 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.config import FIRST, check_config, config_from_dict, flatten, left_open, parse_value, render
+from data.run.config import FIRST, check_config, config_from_dict, flatten, left_open, parse_value, read_values, render
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import UserError
 from data.run.warmup import steps_with_new_keys
@@ -277,7 +277,7 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
     """With the depth of its layers; --depth makes others. A size that the rule does not know stays."""
     short = T.PRESETS["short"]
     def size_is_open(*args):
-        return left_open(["--preset=mine", *args], T.PRESETS)[0]
+        return left_open(read_values(["--preset=mine", *args], T.PRESETS), T.PRESETS)[0]
     monkeypatch.setitem(T.PRESETS, "mine", short._replace(config=edited(short.config, "muon_lr", 0.02)))
     assert T.parse_config(["--preset=mine"]) == T.parse_config(["--preset=short", "--muon_lr=0.02"])
     assert size_is_open() and not size_is_open("--depth=11")

@@ -162,14 +162,12 @@ def test_several_processes_ask_nobody_for_a_name(monkeypatch):
 def machine(monkeypatch):
     """machine(cores, those that other programs use, quota): what this process finds."""
     def set(count, used, limit=99.0):
-        times = iter([(0.0, 5.0), (2.0, 5.0 + 2 * used)] * 9)
         monkeypatch.setattr(launch, "core_numbers", lambda: {*range(count)})
         monkeypatch.setattr(launch, "allowed_cores", lambda: min(count, limit))
-        monkeypatch.setattr(launch.FreeCores, "now", lambda self: next(times))
+        monkeypatch.setattr(launch, "cores_of_others", lambda: used)
     for name in *launch.CHOICES, "OMP_NUM_THREADS", "RANK":
         monkeypatch.setenv(name, "x")  # so that it is put back afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     return set
 
 
@@ -190,17 +188,6 @@ def test_threads_wait_asleep_where_others_use_the_cores(machine, monkeypatch, ca
         "RANK" in env)
 
 
-@pytest.mark.parametrize("count, used, policy, words", [
-    (2, 0.1, None, ""), (2, 1.9, None, "slow.*OMP_WAIT_POLICY=passive"), (2, 1.9, "passive", "slow$"),
-    (2, 0.1, "passive", "without OMP_WAIT_POLICY=passive"), (2, 0.4, "passive", "")])
-def test_slow_steps_are_explained(machine, monkeypatch, count, used, policy, words):
-    machine(count, used)
-    if policy:
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    line = launch.FreeCores(count).advice()
-    assert bool(line) is bool(words) and re.search(words, line)
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")
 def test_what_other_programs_use_is_measured():
     """One of them, which counts only on a core of this process."""
@@ -209,9 +196,7 @@ def test_what_other_programs_use_is_measured():
     hog = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
     try:
         os.sched_setaffinity(0, {core})
-        measured = launch.FreeCores(2)
-        launch.time.sleep(1)
-        assert measured.count() < 0.5
+        assert launch.cores_of_others(1) > 0.5
     finally:
         os.sched_setaffinity(0, before)
         hog.kill()
@@ -225,10 +210,12 @@ def test_a_core_of_others_does_not_count(tmp_path, monkeypatch):
 
 def test_the_work_of_this_process_is_not_that_of_others(monkeypatch):
     monkeypatch.setattr(launch, "busy_seconds", launch.time.process_time)  # nobody else works
-    measured, end = launch.FreeCores(2), launch.time.process_time() + 0.1
-    while launch.time.process_time() < end:
-        pass
-    assert measured.count() > launch.allowed_cores() - 0.1
+    def work(seconds):
+        end = launch.time.process_time() + seconds
+        while launch.time.process_time() < end:
+            pass
+    monkeypatch.setattr(launch.time, "sleep", work)
+    assert abs(launch.cores_of_others()) < 0.1
 
 
 @pytest.mark.parametrize("files, cgroup, limit", [

@@ -55,7 +55,7 @@ def commands(text):
 COMMANDS = sorted(set().union(*(commands((ROOT / name).read_text()) for name in WITH_COMMANDS)))
 SHELL = {  # commands that neither Python nor run.sh parses; the tests of run.sh execute some of their kind
     "python3 -m venv .venv", ".venv/bin/python -m pip install -r requirements.txt", "pip install -r requirements.txt",
-    "tar -cJf caches.tar.xz -C ~/.cache speedrun", "tar -xJf caches.tar.xz -C ~/.cache",
+    "tar -cJf caches.tar.xz -C ~ .triton/cache", "tar -xJf caches.tar.xz -C ~",
     "CKPT=$(ls -t logs/*/state_step*.pt | head -n 1)"}
 
 

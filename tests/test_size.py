@@ -15,7 +15,7 @@ import torch
 import train_gpt as T
 from data.run import machine
 from data.run.state import KEYS, write_checkpoint
-from data.run.config import flatten, left_open, render
+from data.run.config import flatten, left_open, read_values, render
 from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)
 from data.run.machine import Runtime
@@ -82,6 +82,10 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     assert {*SIZES} == {size for size, _ in shapes}
 
 
+def size_is_open(argv):
+    return left_open(read_values(argv, T.PRESETS), T.PRESETS)[0]
+
+
 @pytest.mark.parametrize("args, open", [
     ("--preset=short --minutes=1", True), ("--preset=single --minutes 1 --seed=2 --muon_lr=0.02", True),
     ("--preset=short --layer3.xsa=false", False), ("--preset=short --backout_layer=none", False),
@@ -93,7 +97,7 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     ("--preset=short --depth=8", False), ("--preset=short --device=cpu", False),
     ("--preset=short --resume=x.pt", False)])
 def test_when_the_size_is_chosen(args, open):
-    assert left_open(args.split(), T.PRESETS)[0] == open
+    assert size_is_open(args.split()) == open
 
 
 @pytest.mark.parametrize("preset, width, heads", [("short", 512, 4), ("record74", 256, 2), ("single", 640, 5),
@@ -105,10 +109,14 @@ def test_a_width_alone_keeps_the_width_of_a_head(preset, width, heads):
     assert both.num_heads == 2 * heads
 
 
+def words_of(size):
+    return f"--model_dim={size.width}", f"--depth={size.layers}"
+
+
 def fitted(*words, world=1):
     """What `fit_size` returns, and the function that makes the config of a size."""
     def parse(size, gpu):
-        return T.parse_config(["--preset=short", *words, *size.knobs], world, gpu)
+        return T.parse_config(["--preset=short", *words, *words_of(size)], world, gpu)
     return *fit_size(parse(SIZES[4], None).schedule, parse, world, H100, torch.device("cpu")), parse
 
 
@@ -148,7 +156,7 @@ def test_batches_suit_the_tokens_of_this_gpu(world):
     """With a measured GPU, --minutes has the batches of the --train_tokens that the time is enough for."""
     slow = Gpu(H100.products / 9, H100.copies / 9, H100.launch)
     for gpu, size in ((H100, SIZES[0]), (H100, SIZES[4]), (slow, SIZES[2])):
-        words = "--preset=short", *size.knobs
+        words = "--preset=short", *words_of(size)
         tokens = forecast(size, 120, gpu, world).tokens
         wanted = T.parse_config([*words, f"--train_tokens={tokens}"], world).schedule
         found = T.parse_config([*words, "--minutes=2"], world, gpu).schedule
@@ -206,13 +214,13 @@ def test_a_run_keeps_its_size(begin, tmp_path):
     write_checkpoint(state, tmp_path / "state.pt", keep=1)
     resume = f"--resume={tmp_path / 'state.pt'}"
     resumed = T.parse_config([resume])
-    assert not left_open([resume], T.PRESETS)[0]
+    assert not size_is_open([resume])
     assert (resumed.model, resumed.schedule, resumed.optim) == (config.model, config.schedule, config.optim)
     with pytest.raises(T.UserError, match="model_dim is 768 here, 384 there.*; leave out --preset=short"):
         T.parse_config(["--preset=short", resume])
     log = rerun.Run("log", facts={"val_shards": "", **{key: render(value) for key, value in flatten(config).items()}})
     again = [f"--{key}={value}" for key, value in rerun.settings(log, {}).items()]
-    assert not left_open(again, T.PRESETS)[0] and T.parse_config(again).model == config.model
+    assert not size_is_open(again) and T.parse_config(again).model == config.model
 
 
 def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811

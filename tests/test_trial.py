@@ -48,7 +48,7 @@ def broken(op, how):
 
 
 @pytest.mark.parametrize("args", [
-    [], *(pytest.param(["--preset=short", "--vocab_size=50257", "--num_heads=" + str(size.width // 128), *size.knobs],
+    [], *(pytest.param(["--preset=short", "--vocab_size=50257", f"--model_dim={size.width}", f"--depth={size.layers}"],
                        marks=gpu) for size in SIZES)])
 def test_kernels_pass(args, device):
     config, ops = setting(EVERY_KERNEL, *args, device=device)

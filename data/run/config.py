@@ -1,12 +1,12 @@
-"""The config of a run: text -> values -> one pass of checks -> config, and back to text.
+"""The config of a run. Its settings go one way: text -> values -> config -> checks.
 
-A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs. A section may hold several
-items of one kind, counted from 1 (stages) or from 0 (layers). Each field of a stage is a knob, stage<n>.<field>. Each
-layer is a knob, layer<n>, whose text names the fields in which the layer differs from a default Layer;
-layer<n>.<field> changes one field. The numbers of stages and of layers are the knobs `stages` and `layers`.
+A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs, whose types say which values
+they take: Literal, or Annotated with Bounds. stage<n>.<field>, counted from 1, and layer<n>.<field>, counted from 0,
+are knobs, too. layer<n> is a whole layer: its text names the fields in which it differs from a default Layer. The knobs
+`stages` and `layers` are their numbers. What the user has set is a dictionary, {knob: value}, in which `preset` and
+`depth` stand beside the knobs.
 
-The type of a field says which values it takes: Literal, or Annotated with Bounds. Importing this file takes no torch,
-since other programs read their arguments by it.
+Importing this file takes no torch, since other programs read their arguments by it.
 """
 
 import dataclasses
@@ -59,12 +59,15 @@ def knobs_of(config):
     """Yields (name, value, type) of each knob, with the fields of each layer after the layer."""
     for section in vars(config).values():
         for key, value in vars(section).items():
-            yield key, len(value) if key in FIRST else value, int if key in FIRST else hints_of(type(section))[key]
-            for i, item in enumerate(value, FIRST[key]) if key in FIRST else ():
-                name = f"{key[:-1]}{i}"
+            if key not in FIRST:
+                yield key, value, hints_of(type(section))[key]
+                continue
+            yield key, len(value), int
+            for i, item in enumerate(value, FIRST[key]):
                 if key == "layers":
-                    yield name, item, type(item)
-                yield from ((f"{name}.{field}", one, hints_of(type(item))[field]) for field, one in vars(item).items())
+                    yield f"layer{i}", item, type(item)
+                for field, one in vars(item).items():
+                    yield f"{key[:-1]}{i}.{field}", one, hints_of(type(item))[field]
 
 
 def flatten(config) -> dict:
@@ -152,62 +155,79 @@ def read_arguments(argv) -> dict[str, str]:
 
 def read_options(argv, options, aliases, known):
     """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own. options:
-    {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises UserError
-    for an unknown key."""
-    values, knobs = dict(options), {}
+    {option: default value}; aliases: {alias: knob}; known: the knobs. Raises UserError for an unknown key."""
+    values, texts = dict(options), {}
     for key, text in read_arguments(argv).items():
         if key in options:
             values[key] = parse_value(key, text, type(options[key]), options[key])
-        elif key in known or key in aliases or re.match(r"(stage|layer)\d", key):
-            knobs[aliases.get(key, key)] = text
+        elif key in {*aliases, *known} or re.match(r"(stage|layer)\d", key):
+            texts[aliases.get(key, key)] = text
         else:
             raise unknown_key(key, [*options, *aliases, *known])
-    return values, knobs
+    return values, texts
 
 
 def unknown_key(key, known) -> UserError:
     """The error for a key that is not in `known`; it names the knob that other trainers call so, or the nearest key."""
-    near = [f"--{name}" for name in difflib.get_close_matches(key, known, 1)]
-    hint = f"; here it is {ELSEWHERE[key]}" if key in ELSEWHERE else f"; the nearest is {near[0]}" if near else ""
+    near = [f"; the nearest is --{name}" for name in difflib.get_close_matches(key, known, 1)]
+    hint = f"; here it is {ELSEWHERE[key]}" if key in ELSEWHERE else "".join(near)
     return UserError(f"unknown key --{key}{hint} (see --help)")
 
 
-def override(config, overrides):
-    """The config with the values of `overrides`, {knob: text}. Raises UserError for an unknown knob, a text that is not
-    of the type of its knob, and a --depth that differs from the number of layers."""
-    rest = dict(overrides)
-    depth = rest.pop("depth", None)
+def read_texts(texts, config) -> dict:
+    """{knob: text} -> {knob: value}. The config has the types of the knobs, and examples for messages. Raises UserError
+    for an unknown knob, and for a text that is not of the type of its knob."""
+    known = {name: (kind, value) for name, value, kind in knobs_of(config)} | {"depth": (int, config.model.depth)}
+    first, values = {"layer": "layer0", "stage": "stage1"}, {}
+    for key, text in texts.items():
+        # The config need not have this stage or layer, but the first one has the same fields.
+        alike = re.sub(r"^(layer|stage)\d+", lambda item: first[item[1]], key)
+        if not (found := known.get(key) or known.get(alike)):
+            raise unknown_key(key, [*known, "preset"])
+        values[key] = parse_value(key, text, *found)
+    return values
 
-    def parsed(name, old, kind):
-        return parse_value(name, rest.pop(name), kind, old) if name in rest else old
 
-    def resized(key, items):
-        """Added layers are default layers. Added stages repeat the last but one, since the last is the extension."""
-        count, end = parsed(key, len(items), int), int(key == "stages")
+def read_values(argv, presets) -> dict:
+    """{knob: value} of the arguments, --check left out. Raises UserError. presets: {name: Preset of train_gpt.py}."""
+    texts = read_arguments(arg for arg in argv if arg != "--check")
+    preset = texts.pop("preset", None)
+    if preset not in (None, *presets):
+        raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
+    return read_texts(texts, presets[preset or "record"].config) | ({"preset": preset} if preset else {})
+
+
+# ---- Values -> config ------------------------------------------------------------------------------------------------
+
+def with_values(config, values):
+    """The config with other values for some knobs, {knob: value}. Raises UserError for the number of a stage or of a
+    layer that the config does not have, and for a `depth` that differs from the number of layers."""
+    fields = {key: items for section in vars(config).values() for key, items in vars(section).items() if key in FIRST}
+    for key, items in fields.items():
+        count, end = values.get(key, len(items)), int(key == "stages")
         if not 1 + end <= count <= 1000:
             raise UserError(f"--{key}={count}: must be {1 + end} or more, and at most 1000")
-        new = items[-2:-1] if end else (type(items[0])(),)
-        for i, item in enumerate((items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]):
-            name = f"{key[:-1]}{i + FIRST[key]}"
-            yield updated(parsed(name, item, type(item)) if key == "layers" else item, f"{name}.")
-
-    def updated(item, prefix=""):
-        hints = hints_of(type(item))
-        return dataclasses.replace(item, **{
-            key: tuple(resized(key, old)) if key in FIRST else parsed(prefix + key, old, hints[key])
-            for key, old in vars(item).items()})
-
-    changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
-    if depth is not None and parse_value("depth", depth, int, 11) != changed.model.depth:
+        # Added layers are default layers. Added stages repeat the last but one, since the last is the extension.
+        added = items[-2:-1] if end else (type(items[0])(),)
+        items = (items[:len(items) - end] + added * count)[:count - end] + items[len(items) - end:]
+        fields[key] = tuple(
+            dataclasses.replace(values.get(name := f"{key[:-1]}{i}", item), **{
+                field: values[f"{name}.{field}"] for field in vars(item) if f"{name}.{field}" in values})
+            for i, item in enumerate(items, FIRST[key]))
+    changed = with_knobs(config, **values | fields)
+    if (depth := values.get("depth")) not in (None, changed.model.depth):
         raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
-    if rest:
-        key, known = next(iter(rest)), {name: value for name, value, _ in knobs_of(changed)}
-        if item := re.match(r"(layer|stage)(\d+)", key):
-            first, count = FIRST[item[1] + "s"], known[item[1] + "s"]
-            if not 0 <= int(item[2]) - first < count:
-                raise UserError(f"unknown key --{key}: this run has {item[1]}s {first} to {first + count - 1}")
-        raise unknown_key(key, [*known, "preset", "depth"])
+    known = {name for name, *_ in knobs_of(changed)} | {"depth"}
+    if foreign := [key for key in values if key not in known]:
+        item = re.match("layer|stage", foreign[0])[0] + "s"
+        last = FIRST[item] + len(fields[item]) - 1
+        raise UserError(f"unknown key --{foreign[0]}: this run has {item} {FIRST[item]} to {last}")
     return changed
+
+
+def override(config, texts):
+    """`with_values` of {knob: text}. Raises UserError."""
+    return with_values(config, read_texts(texts, config))
 
 
 DROPPED = "depth", "data_end", "compile", "combo_kernels"  # knobs of older checkpoints
@@ -238,8 +258,8 @@ def help_page(manual, presets, argv, source) -> str:
     train_gpt.py."""
     preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
     config, lines = presets[preset].config, {}
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))
-    comments |= {"depth": "number of layers; another number makes them anew, by `wire`"}
+    comments = {"depth": "number of layers; another number makes them anew, by `wire`",
+                **dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))}
     for key, value in flatten(config).items():
         name = re.sub(r"^stage\d+", "stage<n>", key)
         if key == "layers":
@@ -253,54 +273,48 @@ def help_page(manual, presets, argv, source) -> str:
             f" --minutes changes batches, rates and steps:\n{knobs}")
 
 
-# ---- From arguments to a config --------------------------------------------------------------------------------------
+# ---- Presets, checkpoints and lengths --------------------------------------------------------------------------------
 
-def read_config(argv, world, presets, gpu=None):
-    """Arguments --preset=name and --key=value -> config for `world` ranks, checked. presets: {name: Preset of
-    train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for values that a run does not
-    accept."""
-    overrides = read_arguments(argv)
-    preset, first_step, neutral = overrides.pop("preset", None), 0, presets["record74"].config
-    if preset not in (None, *presets):
-        raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
-    if "resume" in overrides:
-        config, first_step = resumed_config(overrides, preset, world, presets)
-    elif "init_from" not in overrides:
-        config = preset_config(preset or "record", overrides, world, presets, gpu)
+def make_config(values, world, presets, gpu=None):
+    """What the user has set, {knob: value} -> config for `world` ranks, checked. presets: {name: Preset of
+    train_gpt.py}; gpu: see `fit_length`. Raises UserError for values that a run does not accept."""
+    preset, first_step = values.get("preset"), 0
+    values = {key: value for key, value in values.items() if key != "preset"}
+    if "resume" in values:
+        config, first_step = resumed_config(values, preset, world, presets)
+    elif "init_from" not in values:
+        config = preset_config(preset or "record", values, world, presets, gpu)
     elif preset:
-        raise UserError(f"--init_from={overrides['init_from']}: the checkpoint brings its settings; leave out"
+        raise UserError(f"--init_from={values['init_from']}: the checkpoint brings its settings; leave out"
                         f" --preset={preset}")
     else:
-        config = begun_config(overrides, world, neutral)
+        config = begun_config(values, world, presets["record74"].config)
     check_config(config, world, first_step)
     return config
 
 
-def left_open(argv, presets) -> tuple[bool, bool]:
+def left_open(values, presets) -> tuple[bool, bool]:
     """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
-    number of n-gram embeddings, if there are any, is to suit the memory of the GPU). argv must be valid. A preset of
-    another size, or with layers of its own, keeps them."""
-    overrides = read_arguments(argv)
-    preset = presets[overrides.get("preset", "record")]
-    model, has_length = preset.config.model, any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
-    continues = bool({"resume", "init_from"} & overrides.keys())
-    by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in overrides)
-    size_is_open = ((preset.sized == "always" or preset.sized == "given" and has_length)
+    number of n-gram embeddings, if there are any, is to suit the memory of the GPU). A preset of another size, or with
+    layers of its own, keeps them."""
+    preset, continues = presets[values.get("preset", "record")], bool({"resume", "init_from"} & values.keys())
+    model, has_length = preset.config.model, values.get("minutes") or values.get("train_tokens")
+    by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in values)
+    size_is_open = ((preset.sized == "always" or preset.sized == "given" and bool(has_length))
                     and model.is_wired and Size(model.model_dim, model.depth) in SIZES
-                    and not by_hand and not continues and overrides.get("device") != "cpu")
-    return size_is_open, "ngram_rows" not in overrides and not continues
+                    and not by_hand and not continues and values.get("device") != "cpu")
+    return size_is_open, "ngram_rows" not in values and not continues
 
 
-def preset_config(name, overrides, world, presets, gpu=None):
-    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it. A
-    --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number of
+def preset_config(name, values, world, presets, gpu=None):
+    """A preset with other values, and with the batches, rates and steps that train_tokens or minutes gives it. A
+    model_dim alone keeps the width of the heads. Another depth makes the layers anew, and so does an odd number of
     heads where layers are paired."""
     config, gpus, _ = presets[name]
-    model, made_for, width = config.model, (config.schedule, gpus), overrides.get("model_dim", "")
-    if "num_heads" not in overrides and width.isdecimal() and int(width) and not int(width) % model.head_dim:
-        overrides = overrides | {"num_heads": str(int(width) // model.head_dim)}
-    heads, depth = (parse_value(key, overrides.get(key, str(old)), int, old)
-                    for key, old in (("num_heads", model.num_heads), ("depth", model.depth)))
+    model, made_for, width = config.model, (config.schedule, gpus), values.get("model_dim", 0)
+    if "num_heads" not in values and width > 0 and width % model.head_dim == 0:
+        values = values | {"num_heads": width // model.head_dim}
+    heads, depth = values.get("num_heads", model.num_heads), values.get("depth", model.depth)
     if depth != model.depth or heads % 2 and model.layers_with("paired") and model.is_wired:
         if not model.is_wired or not 3 <= depth <= 24:
             raise UserError(f"--depth={depth}: " + (
@@ -308,21 +322,21 @@ def preset_config(name, overrides, world, presets, gpu=None):
                 " another preset, or change them with --layers and --layer<n>"))
         layers = model.rewired(depth, heads % 2 == 0)
         config = with_knobs(config, layers=layers, backout_layer=layers[-1].input_from)
-    return with_length(config, overrides, made_for, world, gpu)
+    return with_length(config, values, made_for, world, gpu)
 
 
-def with_length(base, overrides, made_for, world, gpu=None):
-    """The config `base` with the overrides, with at least a micro-batch for each rank, and with the length that the
-    overrides ask for. The last three arguments are those of `fit_length`. A setting counts as set by hand if the length
-    would have given it another value. So an argument that repeats what the run has anyway changes nothing."""
-    config, by_hand, differing = override(base, overrides), set(), {None}
+def with_length(base, values, made_for, world, gpu=None):
+    """The config `base` with other values, with at least a micro-batch for each rank, and with the length that the
+    values ask for. The last three arguments are those of `fit_length`. A value counts as set by hand if the length
+    would have given another one. So a setting that repeats what the run has anyway changes nothing."""
+    config, by_hand, differing = with_values(base, values), set(), {None}
     check_config(config)  # `fit_length` computes with the values
     asked = config.schedule
-    if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
+    if asked.minutes and values.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
-    wanted = {key: value for key, value in flatten(config).items() if key in overrides and FITTED.fullmatch(key)}
+    wanted = {key: value for key, value in values.items() if FITTED.fullmatch(key)}
     while differing:
-        config = override(base, {key: text for key, text in overrides.items() if key in by_hand or key not in wanted})
+        config = with_values(base, {key: x for key, x in values.items() if key in by_hand or key not in wanted})
         if 0 < config.system.micro_batches < world:
             config = with_knobs(config, micro_batches=world)
         config = with_knobs(config, **fit_length(config, by_hand, made_for, world, gpu))
@@ -330,7 +344,7 @@ def with_length(base, overrides, made_for, world, gpu=None):
         differing = {key for key, value in wanted.items() if found[key] != value}
         by_hand |= differing
     steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
-    if getattr(asked, knob) and "scheduled_steps" not in overrides and steps < SHORTEST_RUN:
+    if getattr(asked, knob) and "scheduled_steps" not in values and steps < SHORTEST_RUN:
         raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
                         f" {config.schedule.stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
     return config
@@ -343,41 +357,41 @@ def read_checkpoint(path, default, **knobs):
     return with_knobs(config_from_dict(default, saved["config"]), **knobs), saved["step"]
 
 
-def begun_config(overrides, world, default):
+def begun_config(values, world, default):
     """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
-    the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
-    --minutes. Raises UserError when an override changes the model."""
-    path, own = overrides["init_from"], {key: getattr(default.system, key) for key in OUTPUT_KNOBS}
+    the checkpoint but OUTPUT_KNOBS, with other values, and with the batches, rates and steps of a --train_tokens or
+    --minutes. Raises UserError when a value changes the model."""
+    path, own = values["init_from"], {key: getattr(default.system, key) for key in OUTPUT_KNOBS}
     # The number of micro-batches suited the batches and the GPU of the checkpoint's run, not those of this one.
     saved, _ = read_checkpoint(path, default, **own, micro_batches=0, train_tokens=0)
-    config = override(saved, overrides)
+    config = with_values(saved, values)
     if config.model != saved.model:
-        changed = (f"--{key}" for key in overrides if key.startswith("layer")
+        changed = (f"--{key}" for key in values if key.startswith("layer")
                    or getattr(config.model, key, None) != getattr(saved.model, key, None))
         raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
-    return with_length(saved, overrides, (saved.schedule, 1), world)
+    return with_length(saved, values, (saved.schedule, 1), world)
 
 
-def resumed_config(overrides, preset, world, presets):
-    """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
-    that are not in KEPT_KNOBS: machine, FP8, output, validation. Raises UserError when an override or the preset
+def resumed_config(values, preset, world, presets):
+    """(config of the checkpoint that --resume names, its step). The values may change only the knobs of Data and System
+    that are not in KEPT_KNOBS: machine, FP8, output, validation. Raises UserError when a value or the preset
     changes another knob, and when the run is finished."""
-    path = overrides["resume"]
+    path = values["resume"]
     saved, step = read_checkpoint(path, presets["record74"].config, profile="", other_data=False)
-    wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
+    wanted = preset_config(preset, values, world, presets) if preset else with_values(saved, values)
     free, new, old = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS, flatten(wanted), flatten(saved)
-    if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
+    if not values.get("micro_batches"):  # the saved number was chosen, or raised to that of the ranks
         new["micro_batches"] = old["micro_batches"]
     if differing := [f"{key} is {render(new.get(key, 'missing'))} here, {render(old.get(key, 'missing'))} there"
                      for key in new | old if key not in free and new.get(key) != old.get(key)]:
         given = [f"--preset={preset}"] * bool(preset)
-        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
+        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in values]
         advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
     if step >= (total := stage_starts(saved.schedule)[-1]):
         raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
                         " or start a longer run")
-    return override(saved, {key: text for key, text in overrides.items() if key in free}), step
+    return with_values(saved, {key: value for key, value in values.items() if key in free}), step
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------

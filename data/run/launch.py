@@ -127,59 +127,37 @@ def busy_seconds(stat=Path("/proc/stat")) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class FreeCores:
-    """The cores that other programs leave to `threads` threads, from the making of this object on."""
-
-    def __init__(self, threads):
-        self.threads, self.start = threads, self.now()
-
-    def now(self) -> tuple[float, float] | None:
-        """(time, seconds that other programs have used); None on systems without /proc/stat."""
-        with suppress(OSError):
-            return time.perf_counter(), busy_seconds() - time.process_time()
-
-    def count(self) -> float:
-        """Their mean number. Without /proc/stat, the load of the last minute stands for the other programs."""
-        used, now = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, self.now()
-        if self.start and now:
-            used = (now[1] - self.start[1]) / (now[0] - self.start[0])
-        return max(0.0, min(allowed_cores(), len(core_numbers()) - max(0.0, used)))
-
-    def line(self, few, enough="") -> str:
-        """A line that ends with `few` if threads that wait for each other have too few cores, or with `enough` if they
-        have all that they need. Without an ending, there is no line."""
-        free, threads = self.count(), self.threads
-        end = few if threads > free + 0.5 else enough if threads < free + 0.2 else ""
-        line = f"other programs, or a limit, leave {free:.1f} cores for {threads} threads{end}"
-        return line if end and threads > 1 else ""
-
-    def advice(self) -> str:
-        """What to say when the steps of a CPU run are far slower than they can be, or ""."""
-        slow = ", so the steps are slow"
-        if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            return self.line(slow, ": without OMP_WAIT_POLICY=passive the steps may be twice as fast")
-        return self.line(f"{slow}: with OMP_WAIT_POLICY=passive in the environment they may be ten times as fast")
+def cores_of_others(seconds=0.1) -> float:
+    """How many cores other programs use in the next `seconds`; on systems without /proc/stat, the load of the last
+    minute."""
+    try:
+        began, before = time.perf_counter(), busy_seconds() - time.process_time()
+        time.sleep(seconds)
+        return (busy_seconds() - time.process_time() - before) / (time.perf_counter() - began)
+    except OSError:
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def choose_waiting(argv, processes=1, seconds=0.1):
+def choose_waiting(argv, processes=1):
     """Makes the threads of a CPU run wait asleep if other programs use the cores. Threads that wait busily are twice as
     fast on a quiet machine, and twenty times as slow on a busy one. What the user has set stays. Call this before
     PyTorch is imported. processes: how many share the cores; the launcher chooses for its processes."""
     on_gpu = os.path.exists("/dev/nvidia0") and not any("cpu" in argument for argument in argv)
     if on_gpu or "RANK" in os.environ or {"--help", "-h"} & {*argv}:
         return
-    allowed = max(1, int(allowed_cores()) // processes)
-    if allowed_cores() < len(core_numbers()):  # PyTorch does not know the limit
+    limit, cores = allowed_cores(), len(core_numbers())
+    allowed = max(1, int(limit) // processes)
+    if limit < cores:  # PyTorch does not know the limit
         os.environ.setdefault("OMP_NUM_THREADS", str(allowed))
     threads = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
     threads = int(threads[0]) if threads else allowed
     if threads == 1 or any(name in os.environ for name in CHOICES):
         return
-    cores = FreeCores(threads * processes)
-    time.sleep(seconds)
-    if line := cores.line(few=": they wait asleep (OMP_WAIT_POLICY=passive)"):
+    free, threads = max(0.0, min(limit, cores - cores_of_others())), threads * processes
+    if threads > free + 0.5:
         os.environ["OMP_WAIT_POLICY"] = "passive"
-        print(line, file=sys.stderr, flush=True)
+        print(f"other programs, or a limit, leave {free:.1f} cores for {threads} threads: they wait asleep"
+              " (OMP_WAIT_POLICY=passive)", file=sys.stderr, flush=True)
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ class Size(NamedTuple):
         return f"{self.width} x {self.layers}"
 
     @property
-    def knobs(self) -> list[str]:
-        """Arguments for a model of this size."""
-        return [f"--model_dim={self.width}", f"--depth={self.layers}"]
+    def knobs(self) -> dict[str, int]:
+        """The settings of a model of this size."""
+        return {"model_dim": self.width, "depth": self.layers}
 
 
 class Gpu(NamedTuple):

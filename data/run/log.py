@@ -32,9 +32,9 @@ class Log:
     line-buffered, so a killed run loses no line."""
 
     def __init__(self, config, rt):
-        name = f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        self.path = of_rank_0(ROOT / user_path(config.system.log_dir) / name, rt)
-        self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        system, self.rank, self.is_main = config.system, rt.rank, rt.rank == 0
+        self.path = of_rank_0(ROOT / user_path(system.log_dir) / f"{system.run_label}_{uuid.uuid4()}.txt", rt)
+        self.terminal = self.is_main and sys.stdout.isatty()
         knobs, home = flatten(config), user_path("~")
         folders = {ROOT, data_root(), home, *(user_path(knobs[key]).parent for key in PATHS)}
         self.private = sorted((f"{folder}/" for folder in folders if len(folder.parts) > 1 and folder.is_absolute()),
@@ -70,21 +70,19 @@ class Log:
 
     def ended(self, system, number, place=""):
         """The line about the signal that ends a run: how to go on. system: the section of the config."""
-        resumed = system.resume and user_path(system.resume)
-        checkpoints = [resumed or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
-        if newest := checkpoints[-1]:
-            advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
-        else:
-            advice = "there is no checkpoint"
-            advice += "" if system.save or system.save_every else ": --save_every=100 writes one every 100 steps"
+        advice = "there is no checkpoint"
+        if newest := [system.resume, *sorted(self.path.with_suffix("").glob("state_step*.pt"))][-1]:
+            advice = f"go on with --resume={shlex.quote(os.path.relpath(user_path(newest)))}"
+        elif not (system.save or system.save_every):
+            advice += ": --save_every=100 writes one every 100 steps"
         line = f"ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}{place}; {advice}"
         with suppress(UserError):
             self.line(line, console=False)
             self.line(f"\n{line}", file=False)
 
     def failed(self, message, error):
-        """The error that ends the run, for the file, with its traceback if it is not the user's; the console gets it on
-        standard error, on a line of its own."""
+        """The error that ends the run, for the file, with its traceback if it is not the user's. `main` prints it on
+        standard error, here on a line of its own."""
         text = f"error: {f'rank {self.rank}: ' if self.rank else ''}{message}\n"
         if not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error))
@@ -111,8 +109,7 @@ class Log:
 
     @contextmanager
     def moving(self, text, every=1.0):
-        """Context manager: the last line of a terminal shows the result of `text()`, which is called every so many
-        seconds."""
+        """Context manager: the last line of a terminal shows `text()`, anew every so many seconds."""
         done = threading.Event()
 
         def move():
@@ -177,7 +174,7 @@ def loaded_sources() -> dict[str, str]:
     """{path: text} of train_gpt.py, then of every other loaded module of this repository. Skips Python's own modules
     and installed packages, which an environment inside the repository brings. Raises UserError where the code of the
     trainer is missing: no log and no other rank could tell what ran."""
-    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
     places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
     files = {Path(file).resolve() for module in [*sys.modules.values()]
              if (file := getattr(module, "__dict__", {}).get("__file__"))}
@@ -202,13 +199,13 @@ def published(path) -> str:
     private."""
     if not path.startswith(("/", "~")) and ".." not in Path(path).parts:
         return path
-    path = Path(os.path.abspath(os.path.expanduser(path)))
+    path = Path(os.path.abspath(user_path(path)))
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def revision(sources) -> str:
     """The commit of this repository, and whether git knows of a change in the sources, which are all in the commit;
-    unknown if this folder is not the top of a repository with a train_gpt.py."""
+    unknown if the commit has no train_gpt.py in this folder."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
 
     def git(*words):
@@ -216,12 +213,11 @@ def revision(sources) -> str:
                               check=True, env=env).stdout
 
     try:
-        place, commit, _ = git("rev-parse", "--show-prefix", "HEAD").split("\n")
-        is_ours = not place and git("ls-tree", commit, "train_gpt.py")
+        commit, _ = git("rev-parse", "HEAD", "HEAD:./train_gpt.py").split()
         changed = git("status", "--porcelain", "--ignored", "--untracked-files=all", "--", *sources)
-    except (OSError, ValueError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return f"{commit} {'with changes' if changed else 'clean'}" if is_ours else "unknown"
+    return f"{commit} {'with changes' if changed else 'clean'}"
 
 
 def shards_line(shards) -> str:
@@ -232,23 +228,23 @@ def shards_line(shards) -> str:
 
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict, shards: dict):
     """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
-    kernels and the sizes of the micro-batches. argv: arguments of the run; sources: {path: text}; machine: {key: value}
-    of the hardware, with the number of ranks; choices: {operation: name of its implementation}; shards: {part of the
-    data: Shards}."""
+    kernels and the sizes of the micro-batches. sources: {path: text}; machine: {key: value} of the hardware, with the
+    number of ranks; choices: {operation: name of its implementation}; shards: {part of the data: Shards}."""
     gpus, triton = "nvidia-smi: not found", sys.modules.get("triton")
     with suppress(OSError):
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
-    given = (f"--{key}={published(text) if key in PATHS else text}" for key, text in read_arguments(argv).items())
-    facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
-                       "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}
-    for part, each in shards.items():
-        facts[f"{part}_shards"] = " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
+    def public(texts):
+        return {key: published(text) if key in PATHS else text for key, text in texts.items()}
+
+    given = (f"--{key}={text}" for key, text in public(read_arguments(argv)).items())
+    facts = {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
+             "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}
+    facts |= {f"{part}_shards": " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
+              for part, each in shards.items()}
     facts |= {f"env.{key}": published(value) for key, value in sorted(os.environ.items())
-              if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
-              and not key.startswith("TORCHELASTIC")}  # these variables differ between runs
-    knobs = {key: render(value) for key, value in flatten(config).items()}
-    facts |= {key: published(text) if key in PATHS else text for key, text in knobs.items()}
+              if re.match("TORCH(?!ELASTIC)|TRITON|NCCL|OMP_", key)}  # torchrun's own differ between runs
+    facts = machine | facts | public({key: render(value) for key, value in flatten(config).items()})
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,

@@ -31,8 +31,8 @@ class Runtime(NamedTuple):
 
 def rank_from_env() -> tuple[int, int, int]:
     """(rank, number of ranks, rank on this machine) from the variables that torchrun sets; without them (0, 1, 0)."""
-    defaults = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
-    env = {key: os.environ.get(key, default) for key, default in defaults}
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    env = {key: os.environ.get(key, default) for key, default in env.items()}
     if not all(map(str.isdecimal, env.values())) or int(env["RANK"]) >= int(env["WORLD_SIZE"]):
         env = " ".join(map("=".join, env.items()))
         raise UserError(f"{env}: ranks are numbers from 0 up to below WORLD_SIZE; use torchrun, or set none of these")
@@ -129,11 +129,11 @@ def choose_kernels(config, device):
     the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or attention has another
     implementation than triton."""
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
-    can_train = has_fp8 and system.dtype == "bfloat16"
     try:
         ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
+    can_train = has_fp8 and system.dtype == "bfloat16"
     settled = {"fp8": system.fp8 and has_fp8,
                "fp8_mlp": system.fp8_mlp and can_train and names["mlp"] == "triton",
                "fp8_qkv": system.fp8_qkv and can_train and names["attention"] == "triton"}
@@ -210,9 +210,9 @@ def require_equal_ranks(rt, config, sources: dict):
     dist.all_gather_object(everyone, {name: zlib.crc32(text.encode(errors="backslashreplace"))  # of any prompt
                                       for name, text in mine.items()})
     for rank, found in enumerate(everyone):
-        if names := [name for name in found.keys() | everyone[0].keys() if found.get(name) != everyone[0].get(name)]:
-            raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted(names))}: start all processes with"
-                            " the same command and the same code")
+        if differing := found.items() ^ everyone[0].items():
+            raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted({name for name, _ in differing}))}:"
+                            " start all processes with the same command and the same code")
 
 
 def of_rank_0(value, rt):

@@ -126,15 +126,16 @@ def fit_memory(config, device, world, rows_open):
     --micro_batches=0 becomes the fewest that fit, or the most of `possible_micro_batches` if none fits. Several ranks
     take the fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows
     double up to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time."""
+    def fits(config):
+        return world > 1 or memory_report(config, device, 1)[1]
+
     config = fit_validation(config)
-    for count in () if config.system.micro_batches else possible_micro_batches(config, world):
-        config = with_knobs(config, micro_batches=count)
-        if world > 1 or memory_report(config, device, world)[1]:
-            break
-    while (rows_open and world == 1 and device.type == "cuda"
-           and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS):
+    if not config.system.micro_batches:
+        counts = [with_knobs(config, micro_batches=count) for count in possible_micro_batches(config, world)]
+        config = next(filter(fits, counts), counts[-1])
+    while rows_open and world == 1 and device.type == "cuda" and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
         larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
-        if not memory_report(larger, device, world)[1]:
+        if not fits(larger):
             break
         config = larger
     return config
@@ -147,8 +148,8 @@ def restart_with_more_micro_batches(config, device):
     count = config.system.micro_batches
     more = [n for n in possible_micro_batches(config, 1) if n >= 2 * count]
     fitting = (n for n in more if memory_report(with_knobs(config, micro_batches=n), device, 1)[1])
-    if chosen := next(fitting, more[-1] if more else None):
-        print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={chosen}",
-              file=sys.stderr, flush=True)
+    if more:
+        chosen = f"--micro_batches={next(fitting, more[-1])}"
+        print(f"out of GPU memory with --micro_batches={count}: starting again with {chosen}", file=sys.stderr)
         rows = [f"--ngram_rows={render(config.model.ngram_rows)}"] * any(config.model.ngram_rows)  # no more than now
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={chosen}", *rows])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], chosen, *rows])

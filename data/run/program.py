@@ -4,9 +4,7 @@ import importlib.util
 import math
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import contextmanager, suppress
@@ -73,7 +71,7 @@ def error_message(error) -> str | None:
 
 
 def told() -> Path:
-    """A folder that is there once a process of this machine has told why the run ends. torchrun gives each process a
+    """A folder that exists once a process of this machine has told why the run ends. torchrun gives each process a
     folder in a common one."""
     return Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/no/torchrun/error.json")).parent.parent / "told"
 
@@ -104,19 +102,6 @@ def is_writable(folder: Path) -> bool:
     return os.access(existing_folder(folder), os.W_OK | os.X_OK)
 
 
-def require_room(folder: Path, size: int, purpose: str) -> str:
-    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free, or when the
-    system does not let this process write."""
-    place = existing_folder(folder)
-    with user_error(f"cannot write a log in {folder}; choose another --log_dir"), tempfile.TemporaryFile(dir=place):
-        pass
-    free = shutil.disk_usage(place).free
-    found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"
-    if free < size:
-        raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
-    return found
-
-
 @contextmanager
 def atomic_write(path):
     """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk. Raises
@@ -138,19 +123,6 @@ def atomic_write(path):
     finally:
         with suppress(OSError):
             partial.unlink()
-
-
-def compiled_folder() -> Path | None:
-    """~/.cache/speedrun, where all copies of this repository keep compiled kernels; None if it cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
-    return folder if folder.is_absolute() and is_writable(folder) else None
-
-
-def keep_compiled():
-    """Tell Triton to use `compiled_folder`, unless the environment names another folder. This must run before torch is
-    imported."""
-    if (folder := compiled_folder()) and "TRITON_HOME" not in os.environ:
-        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def keep_bytecode():

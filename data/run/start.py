@@ -4,7 +4,9 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
+import tempfile
 from concurrent.futures import wait
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +20,7 @@ from data.run.length import (
     MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device, of_rank_0
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
-from data.run.program import ROOT, UserError, is_writable, require_room, user_path
+from data.run.program import ROOT, UserError, existing_folder, is_writable, user_error, user_path
 from data.run.state import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
@@ -55,9 +57,8 @@ def survey_training_data(config, world=1) -> tuple[str, bool]:
     or more, for one pass). Reads all headers and the beginning of the first shard. Raises UserError when no run can
     train on these files."""
     shards = Shards(config.data.train_files, config.model.vocab_size)
-    files, counts, batches = [*shards.files], shards.counts, [stage.batch_tokens for stage in config.schedule.stages]
-    available = sum(counts)
-    longest = max(batches) // (config.system.micro_batches or 1) + 1  # 0: nobody has chosen the number yet
+    files, counts, available = [*shards.files], shards.counts, sum(shards.counts)
+    longest = 1 + max(stage.batch_tokens for stage in config.schedule.stages) // (config.system.micro_batches or 1)
     if longest > max(counts):
         raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
@@ -107,8 +108,8 @@ def read_shards(config, part, most=2**30) -> list[str]:
     return list(filter(None, found))
 
 
-# A check takes a config and the number of ranks. A check returns (what it has found, whether all is well). A check
-# raises UserError if the run will not start.
+# A check takes a config and the number of ranks, and returns (what it has found, whether all is well). It raises
+# UserError if the run will not start.
 
 def check_versions(config, world):
     """Versions of Python and of the packages."""
@@ -154,8 +155,15 @@ def check_disk(config, world):
         count = min(saves, system.keep + 1)  # the oldest goes once the newest is complete
         each = 2 * weights + state + few  # weights, gradients, state
         size, purpose = size + count * each, f"the log and checkpoints of up to {each / 1e9:.1f} GB"
-    found, fine = require_room(ROOT / user_path(system.log_dir), size, purpose), each <= 4e9
-    return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * (not fine), fine
+    folder = ROOT / user_path(system.log_dir)
+    place, advice = existing_folder(folder), "choose another --log_dir"
+    with user_error(f"cannot write a log in {folder}; {advice}"), tempfile.TemporaryFile(dir=place):
+        free = shutil.disk_usage(place).free
+    found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"
+    if free < size:
+        raise UserError(f"cannot write a log in {found}; make room, or {advice}")
+    large = each > 4e9
+    return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * large, not large
 
 
 def check_memory(config, world):
@@ -189,16 +197,11 @@ def checks_of(config, **more) -> dict:
             "caches": check_caches, "disk": check_disk, "memory": check_memory} | more | last
 
 
-def settle(config, device, world, rows_open):
-    """The config with the fp8 and the number of micro-batches that suit the device, and, if `rows_open` (nobody has set
-    it), the number of n-gram embeddings."""
-    return fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
-
-
 def check_start(config, world, rows_open):
-    """The config, settled. Raises UserError for what would stop the run later; warns about what might stop the run."""
-    wanted = config.data.val_tokens
-    config = settle(config, find_device(config), world, rows_open)
+    """The config with the fp8, the number of micro-batches and, if `rows_open`, the number of n-gram embeddings that
+    suit the device. Raises UserError for what would stop the run later; warns about what might."""
+    wanted, device = config.data.val_tokens, find_device(config)
+    config = fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
     found = [check(config, world) for check in checks_of(config).values()]
     if config.system.resume:
         compare_shards(load_checkpoint(config.system.resume), config, run_shards(config))
@@ -210,14 +213,14 @@ def check_start(config, world, rows_open):
 
 
 def fit_size(schedule, parse, world, gpu, device):
-    """(config of the best size for the length of a run, a line that says what was chosen and why, training time in
-    seconds).
-
-    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. One GPU leaves
+    """(config of the best size for the length of a run, a line that says why, training time in seconds). One GPU leaves
     out a size that does not fit its memory, but for the smallest. Several GPUs ignore the memory: they must agree, but
-    may differ in what is free."""
+    may differ in what is free.
+
+    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config."""
     def fits(size):
-        return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
+        config = fit_memory(choose_kernels(parse(size, gpu), device)[0], device, world, False)
+        return memory_report(config, device, world)[1]
 
     tokens, time = total_tokens(schedule), 60 * schedule.minutes
     ranked = rank_sizes(time or best_seconds(tokens, gpu, world), gpu, world)
@@ -239,11 +242,11 @@ def fit_size(schedule, parse, world, gpu, device):
 
 
 def agree_on_shards(trainer, resumed, patience=2):
-    """The last check of a start: all ranks end here if rank 0 has found a shard by now that the run must not read.
+    """The last check of a start: all ranks end here if rank 0 has found a shard by now that the run must not read. All
+    get the SHA-256 that are known.
 
     resumed: the checkpoint. A run that resumes waits until all shards are compared with it; another run waits
-    `patience` seconds at most, since the loader checks each shard again before it uses it. Every rank must call this:
-    it gets the SHA-256 that are known."""
+    `patience` seconds at most, since the loader checks each shard again before it uses it."""
     found, shards, rt, config = None, trainer.shards, trainer.rt, trainer.config
     if rt.rank == 0:
         compared = resumed and "shards" in resumed and not config.system.other_data

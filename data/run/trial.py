@@ -4,6 +4,7 @@ import platform
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import triton_kernels as kernels
 from data.loader import sorted_pieces
@@ -22,7 +23,7 @@ def is_tested(device) -> bool:
 
 def trials(model, dtype, device) -> dict:
     """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths. "fp8"
-    is the head, whose function has the argument "in FP8". dtype: of weights and activations. The results have what op
+    is the head, whose function has the argument "in FP8". dtype: of weights and activations. The results are what op
     returns or changes, and the gradients of its inputs."""
     D, H, d, F, V, N = model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, model.padded_vocab, 256
     generator, fp32 = torch.Generator(device), torch.float32
@@ -40,8 +41,7 @@ def trials(model, dtype, device) -> dict:
 
     def all_tensors(op, *args):
         """What an operation returns, and its arguments, of which it may change some."""
-        found = op(*args)
-        return [x for x in (*(found if isinstance(found, (tuple, list)) else [found]), *args) if torch.is_tensor(x)]
+        return [x for x in tree_leaves((op(*args), args)) if torch.is_tensor(x)]
 
     def with_gradients(function, *inputs):
         """The results of a function, and the gradients of its inputs for random gradients of the results."""
@@ -93,8 +93,7 @@ def trials(model, dtype, device) -> dict:
                               random(2, N, dtype=fp32), random(1, 12), random(4, dtype=fp32))
 
     def mlp(op):
-        weights = [random(F, D, std=D**-0.5) for _ in range(2)]
-        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *weights)
+        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *random(2, F, D, std=D**-0.5).unbind())
 
     def pointer(op):
         start, end = kernels.document_of_tokens(borders, N)
@@ -126,9 +125,8 @@ def trials(model, dtype, device) -> dict:
         op(*halves, v, random(2, 256, D), 0.1, 1 + zeros(2, 1, 1), 0.1, 0.9, average, 0.5)
         return [kernels.join_master(*halves), v, average]
 
-    runs = {"embedding_grad": embedding_grad, "update_few_rows": update_few_rows, "attention": attention, "mix": mix,
-            "mlp": mlp, "pointer": pointer, "pointer_inputs": pointer_inputs, "cross_entropy": cross_entropy,
-            "normuon_update": normuon_update, "fp8": head}
+    own = (embedding_grad, update_few_rows, attention, mix, mlp, pointer, pointer_inputs, cross_entropy, normuon_update)
+    runs = {run.__name__: run for run in own} | {"fp8": head}
     inputs = {  # operation -> function that makes its arguments
         "signed_rows": lambda: (random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N)),
         "update_rows": lambda: (random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32),
