@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
-from data.run.length import stage_starts
-from data.run.machine import Runtime, ceilings
+from data.run.machine import ceilings
 from records.work import WORK, seen_pairs
 
 BF16 = torch.bfloat16
@@ -468,47 +467,10 @@ def embedding_cases():
     yield Case("update_few_rows", shape, update_few_rows, (0, 12 * D * len(distinct)), calls=0.5)
 
 
-def replayed(run):
-    """`run` as one CUDA graph.
-
-    In training the host is a whole micro-step ahead; here it would be late with so many small launches.
-    """
-    if DEVICE == "cpu":
-        return run
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def optimizer_cases():
-    """The update of all parameters at the shard shapes of a rank, without communication: all launches together."""
-    ops, _ = tk.choose_ops(torch.device(DEVICE))
-    plan = T.make_plan(CONFIG, stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
-    numbers = T.update_numbers(CONFIG, plan)
-    for ranks in 8, 1:
-        model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
-        optimizer = T.NorMuonAndAdam(model, CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops)
-        banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
-        tables = {name: optimizer._own_gradient(name) for name in optimizer.update_order if name not in banks}
-        products = sum(work("XTX", len(X), D, X.size(1))[0] + work("ba_plus_cAA", len(X), D)[0] + 2 * X.numel() * D
-                       for X in banks.values())  # of one iteration
-        size = sum(optimizer.params[name].numel() // ranks for name in tables if name != "replicated")
-        for kind, grads, least, calls in (("Muon", banks, (CONFIG.optim.polar_steps * products, 0), ranks == 1),
-                                          ("Adam", tables, work("adam_update", size), (ranks == 1) / 2)):
-            def one_by_one(grads=grads):
-                for name, grad in grads.items():
-                    optimizer._update(name, grad, numbers, False)
-
-            yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one), least,
-                       {"launched one by one": one_by_one}, calls)
-
-
 FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, weights=weights_cases, transpose=transpose_cases,
                 attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases,
                 fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
-                embedding=embedding_cases, optimizer=optimizer_cases)
+                embedding=embedding_cases)
 
 
 def main():

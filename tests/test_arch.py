@@ -65,7 +65,7 @@ def compile_all(arch):
     bench.compiled = lambda function: function  # only for peers, which do not run; spares seconds of imports
     if arch < 89:  # no FP8
         tk.HeadLoss.refresh = lambda self: None
-    for family in bench.FAMILIES.keys() - {"optimizer", "fp8", "fp8_projection"}:  # as in muon, and see below
+    for family in bench.FAMILIES.keys() - {"fp8", "fp8_projection"}:  # see below
         for case in bench.FAMILIES[family]():
             if not case.kernel.startswith("HeadLoss"):  # these need a GPU
                 case.run()
