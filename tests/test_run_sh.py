@@ -182,7 +182,6 @@ def test_nproc_and_threads(machine, variables, procs, preset, threads):
 
 
 @pytest.mark.parametrize("arguments, variables, error", [
-    ("", {"NPROC": "3"}, said("NPROC=3: the trainer runs with 1, 2, 4 or 8 processes")),
     ("", {"OLD_PYTHON": "yes"}, said("no Python 3.10 or newer on PATH; install one and start again")),
     ("--preset=short --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
 def test_an_error_costs_no_download(machine, arguments, variables, error):
@@ -252,7 +251,7 @@ def test_a_python_without_venv_is_named(machine):
     machine.change('"-m venv") ', '"-m venv") exit 1; ')
     assert machine.run(status=1) == VENV[:1]
     python = machine.folder / "system/bin/python3"
-    assert machine.err == said("installing requirements.txt into .venv; this takes minutes, once") + said(
+    assert machine.err == said(
         f"could not make .venv with {python}; its venv module may be a package of its own (Debian: python3-venv)")
 
 
@@ -284,8 +283,7 @@ def test_the_versions_are_those_that_were_measured():
 
 
 @pytest.mark.parametrize("driver, words", [
-    ("580.65.06", ""), ("570.86.10", "is older than 580: installing torch with CUDA 12.6"),
-    ("470.1", "is too old for torch, which needs 580 or, with CUDA 12.6, 525")])
+    ("580.65.06", ""), ("570.86.10", "is older than 580: installing torch with CUDA 12.6, which needs 525")])
 def test_an_old_driver_gets_another_build(machine, driver, words):
     machine.site("system", None)
     machine.site("dotvenv", "2.11.0")
