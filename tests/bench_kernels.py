@@ -1,6 +1,6 @@
 """Time every kernel against the limits of this GPU.
 
-    python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
+    python tests/bench_kernels.py [--only=attention,mlp] [--json=table.json]
 
 Prints one line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured
 matmul rate and bytes / measured copy bandwidth, with each operand counted once. "recoverable" is the time that a
@@ -266,6 +266,8 @@ def attention_cases():
 
 
 def block_cases():
+    """The projection and its gradient, in bf16 and in FP8, and the gates of heads, by kind of layer."""
+    one = torch.ones((), device=DEVICE)
     for N in TOKENS:
         x, rotary = rand(N, D), rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
@@ -279,12 +281,18 @@ def block_cases():
             shape = f"{N}, {'+'.join(name for name, on in switches.items() if on) or 'plain'}"
             values = (ve, gate) if value else (None, None)
             args = (x, weight, rotary, *values, paired, offset, narrow)
+            sizes, of_grads = (N, D, value, width / HEAD), (N, D, value, paired, width / HEAD)
             planes, _, rstd = tk.project(*args)
-            yield case("project", shape, args, (N, D, value, width / HEAD),
-                       {"GEMM alone": partial(F.linear, x, weight)}, MICRO * layers)
+            yield case("project", shape, args, sizes, {"GEMM alone": partial(F.linear, x, weight)}, MICRO * layers)
             dv = grads[2] if paired else dqkv[:, -D:].view(N, H, HEAD)
-            back = *grads[:2], dv, planes, rstd, rotary, *values, paired, offset, dqkv
-            yield case("project_backward", shape, back, (N, D, value, paired, width / HEAD), calls=MICRO * layers)
+            more = planes, rstd, rotary, *values, paired, offset
+            yield case("project_backward", shape, (*grads[:2], dv, *more, dqkv), of_grads, calls=MICRO * layers)
+            if FP8:
+                yield Case("project, FP8", shape, partial(tk.project, *args, (
+                    x.to(tk.E4M3), weight.to(tk.E4M3), one, one)), work("project_codes", *sizes), fp8=True)
+                codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
+                yield Case("project_backward, FP8", shape, partial(tk.project_backward, *grads, *more, *codes, one),
+                           work("project_codes_backward", *of_grads))
             if narrow:  # the gates do not depend on the widths
                 continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
@@ -308,29 +316,6 @@ def mlp_cases():
             MICRO * count)
         yield Case("mlp: dpre", shape, partial(tk._relu_square, g, W2, post), work("mlp_backward", N, D, width), {
             "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)}, MICRO * count)
-
-
-def fp8_projection_cases():
-    """The two kernels of the projection in FP8 and of its gradient, each beside bf16."""
-    one = torch.ones((), device=DEVICE)
-    for N in TOKENS:
-        x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)
-        x8, _ = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
-        for narrow, value in product((False, True), repeat=2):
-            width = HEAD // 2 if narrow else HEAD
-            weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
-            w8, _ = tk.both_layouts(weight, one, tk.E4M3)
-            shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
-            project = partial(tk.project, x, weight, rotary, *values, False, False, narrow)
-            qk, _, rstd = project()
-            yield Case("project, FP8", shape, partial(project, codes=(x8, w8, one, one)),
-                       work("project_codes", N, D, value, width / HEAD), {"bf16": project}, fp8=True)
-            grads = [rand(N, H, w) for w in (width, width, HEAD)]
-            codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
-            back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
-            yield Case("project_backward, FP8", shape, partial(back, *codes, one),
-                       work("project_codes_backward", N, D, value, False, width / HEAD),
-                       {"bf16": partial(back, rand(N, len(weight)))})
 
 
 def fp8_cases():
@@ -467,10 +452,7 @@ def embedding_cases():
     yield Case("update_few_rows", shape, update_few_rows, (0, 12 * D * len(distinct)), calls=0.5)
 
 
-FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, weights=weights_cases, transpose=transpose_cases,
-                attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases,
-                fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
-                embedding=embedding_cases)
+FAMILIES = {name.removesuffix("_cases"): cases for name, cases in [*globals().items()] if name.endswith("_cases")}
 
 
 def main():
