@@ -706,8 +706,8 @@ class Parser(argparse.ArgumentParser):
 def parse(argv):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("logs", nargs="+", metavar="[label=]log", help="file, folder or pattern")
-    parser.add_argument("--target", type=float, help="target loss: for p, for the time to reach it, and as a line in the"
-                        f" plot; {TARGET} for GPT-2's tokens")
+    parser.add_argument("--target", type=float, help="target loss: for p, for the time to reach it, and as a line in"
+                        f" the plot; {TARGET} for GPT-2's tokens")
     parser.add_argument("--markdown", action="store_true", help="tables for the README of a record")
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", metavar="SHORT,LONG", type=lambda text: text.split(","),

@@ -288,8 +288,9 @@ def calls(**changes):
         return NS(cu_seqlens=cu, tokens=torch.arange(64) % token_ids, candidates=candidates,
                   row_ids={"bigram_embed": torch.arange(64) % touched})
     batches = batch(DOCUMENTS[0], 30, 50, None), batch(DOCUMENTS[1], 33, 60, torch.zeros(256))
-    return [list(work.calls(made(**changes), NS(stage=0, micro_batch_tokens=64, adam=step % 2 == 1, tables=step % 2 == 1,
-                                                tied=step > 1), batches)) for step in (1, 2, 3)]
+    plans = [NS(stage=0, micro_batch_tokens=64, adam=odd, tables=odd, tied=step > 1)
+             for step, odd in ((1, True), (2, False), (3, True))]
+    return [list(work.calls(made(**changes), plan, batches)) for plan in plans]
 
 
 def pairs(documents, window):
