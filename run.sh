@@ -167,8 +167,8 @@ if [ "$preset" != cpu ] && { nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null
   gpus=$(ask 'import torch; print(torch.cuda.device_count())') ||
     die "torch cannot be imported; the lines above say why"
   [ "$gpus" -gt 0 ] ||
-    say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}, or CUDA_VISIBLE_DEVICES):" \
-      "training on the CPU"
+    say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}," \
+      "or CUDA_VISIBLE_DEVICES): training on the CPU"
 fi
 procs=1
 for n in 2 4 8; do
@@ -186,8 +186,8 @@ if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of it
   set -- "--preset=$preset" "$@"
 fi
 
-# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download. Nor must a run that needs
-# a GPU where there is none: it reads 0 shards, and the trainer ends it with one line.
+# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download. Nor must a run that
+# needs a GPU where there is none: it reads 0 shards, and the trainer ends it with one line.
 shards_of_run() {
   ask 'if 1:
     import math, sys, train_gpt

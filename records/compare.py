@@ -455,13 +455,11 @@ def exchange(used, names, warnings):
             raise UserError(f"--exchange: the runs of {label} have {lengths(runs)} tokens: all must have as many, and 0"
                             " means that a log has no line 'tokens: N'")
     short, long = (used[name] for name in names)
-    if short[0].tokens == long[0].tokens:
-        raise UserError(f"--exchange: {' and '.join(names)} are of one length, {short[0].tokens} tokens: it takes two")
-    rate = welch(*(sample(run.loss for run in runs) for runs in (long, short))).times(
-        1 / math.log(long[0].tokens / short[0].tokens))
+    span = math.log(long[0].tokens / short[0].tokens)
+    rate = welch(*(sample(run.loss for run in runs) for runs in (long, short))).times(1 / (span or math.nan))
     if not rate.value > 0:
-        raise UserError(f"--exchange: the rate is {rate.value:.4f}, not positive: the longer of {' and '.join(names)}"
-                        " must have the lower loss")
+        raise UserError(f"--exchange: the rate is {rate.value:.4f}, not positive: {' and '.join(names)} must be of two"
+                        " lengths, and the longer one must have the lower loss")
 
     rows = [["against the baseline (95 %)", "tokens", "loss", "time s", "tokens saved %", "net time s"]]
     for label, runs in used.items():

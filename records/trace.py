@@ -177,13 +177,12 @@ def analyse(trace):
         steps = steps[min(2, len(steps) - 1):]
         left_out = [i for i in items if i.launched < steps[0][0] and i.kind != "transfer"]
         items = [i for i in items if i.launched >= steps[0][0]]
-    compute = [i for i in items if i.kind == "compute"]
+    compute, communication = ([i for i in items if i.kind == kind] for kind in ("compute", "communication"))
     if gpu:
-        communication = [i for i in items if i.kind == "communication"]
         window = min(i.start for i in compute + communication), max(i.end for i in compute + communication)
     else:
         communication = [Item(name, start, end, end - start, start, region=name) for start, end, name in host.ranges
-                if name.startswith("wait ") and run.get("ranks") != 1]
+                         if name.startswith("wait ") and run.get("ranks") != 1]
         window = steps[0][0], steps[-1][1]
 
     ms = 1e-3 / len(steps)

@@ -155,11 +155,11 @@ def test_stray_and_broken_lines():
     ("a.txt --plot=a.bin/a.svg", "cannot write a.bin/a.svg: "),
     ("x.txt --plot=a.svg", "--plot=a.svg: there are no losses to draw"),
     ("a=short.txt --exchange=a,b", "--exchange: 'b' is not one of the groups, a"),
-    ("a=short.txt b=same.txt --exchange=a,b", "--exchange: a and b are of one length, 1000 tokens: it takes two"),
+    ("a=short.txt b=same.txt --exchange=a,b", "--exchange: the rate is nan, not positive: a and b must be of two lengths"),
     ("a=short.txt x=x.txt --exchange=a,x", "--exchange: 'x' has no finished run"),
     ("a=short.txt b=same.txt long.txt --exchange=a,b", "the runs of b have 1000, 2000 tokens: all must have as many"),
     ("a=short.txt b=a.txt --exchange=a,b", "--exchange: the runs of b have 0 tokens: all must have as many, and 0"),
-    ("a=short.txt b=long.txt --exchange=a,b", "--exchange: the rate is -0.1443, not positive: the longer of")])
+    ("a=short.txt b=long.txt --exchange=a,b", "--exchange: the rate is -0.1443, not positive: a and b must")])
 def test_errors_are_one_line(call, args, message):
     """Nothing is written."""
     for name, loss, tokens in ("short", 3.3, 1000), ("same", 3.3, 1000), ("long", 3.4, 2000):
