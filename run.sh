@@ -7,23 +7,17 @@ case "${DATA_PATH:-}" in
   "" | [/~]*) ;;
   *) export DATA_PATH="$PWD/$DATA_PATH" ;;
 esac
-script=${BASH_SOURCE[0]}
-while [ -L "$script" ]; do
-  link=$(readlink -- "$script")
-  case "$link" in /*) script=$link ;; *) script=$(dirname -- "$script")/$link ;; esac
-done
-CDPATH="" cd -- "$(dirname -- "$script")"
+CDPATH="" cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 unset PYTHONSAFEPATH  # the programs import modules of this folder
 
 say() { echo "run.sh: $*" >&2; }
-trap 'say "ended by Ctrl-C"; exit 130' INT  # until torchrun has taken over
+trap 'say "ended by Ctrl-C"; exit 130' INT
 die() { say "$@"; exit 1; }
 
 usage() {
   cat <<'END'
 ./run.sh [--key=value ...]    train; the arguments go to train_gpt.py (python train_gpt.py --help lists them)
-./run.sh data [--key=value ...]
-                              only get the data for a run with these arguments
+./run.sh data [argument ...]  only get the data for a run with these arguments
 ./run.sh test [argument ...]  run the tests on all cores, or those of the files among the arguments; the arguments go to
                               pytest (-n 0: in one process)
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
@@ -45,10 +39,9 @@ Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torc
 GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run with
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
 Data    cpu: Python's library sources, made in a second; all other presets: as much of FineWeb as the run reads (200 MB
-        for 100 million tokens, at most 2 GB for a preset at its own length), downloaded once to
-        data/fineweb10B. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
-        data/fineweb10B or data/stdlib), run.sh gets no data. A run with --resume=... or --init_from=... has the
-        settings of the checkpoint.
+        for 100 million tokens, at most 2 GB for a preset at its own length), downloaded once to data/fineweb10B. run.sh
+        gets no data if you pass --train_files=... or a checkpoint (--resume=..., --init_from=...), which has the
+        settings of its run, or set DATA_PATH (the folder that holds data/fineweb10B or data/stdlib).
         Paths in arguments are relative to the folder of this script.
 
 Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the threads of each,
@@ -77,30 +70,21 @@ for argument in "$@"; do
   esac
 done
 if [ -n "$help" ] && { [ $mode != train ] || [ $# = 1 ]; }; then usage; exit 0; fi
-case "${NPROC:-1}" in
-  1 | 2 | 4 | 8) ;;
-  *) die "NPROC=$NPROC: the trainer runs with 1, 2, 4 or 8 processes" ;;
-esac
-
-gpu=no
-if nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; then gpu=yes; fi
-
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=""
 major=${driver%%.*}
 case "$major" in "" | *[!0-9]*) major=580 ;; esac  # no driver, or none that tells its version
 
-# Installs requirements.txt with the Python $1. (No run has used the build with CUDA 12.6.)
+# Installs requirements.txt with the Python $1 into the virtualenv $2. (No run has used the build with CUDA 12.6.)
 install() {
-  if [ "$major" -lt 525 ]; then
-    say "the NVIDIA driver $driver is too old for torch, which needs 580 or, with CUDA 12.6, 525"
-  elif [ "$major" -lt 580 ]; then
-    say "the NVIDIA driver $driver is older than 580: installing torch with CUDA 12.6"
-    "$1" -m pip install "$(grep '^torch==' requirements.txt)" --index-url https://download.pytorch.org/whl/cu126 >&2 ||
-      return
+  say "installing requirements.txt into $2; this takes minutes, once"
+  if [ "$major" -lt 580 ]; then
+    say "the NVIDIA driver $driver is older than 580: installing torch with CUDA 12.6, which needs 525"
+    set -- "$1" "$2" "$(grep '^torch==' requirements.txt)" --index-url https://download.pytorch.org/whl/cu126
   fi
-  "$1" -m pip install -r requirements.txt >&2
+  { [ $# = 2 ] || "$1" -m pip install "${@:3}" >&2; } && "$1" -m pip install -r requirements.txt >&2 ||
+    die "could not install requirements.txt into $2; pip's lines above say why"
 }
 
 # Prints one line: old (Python), none (no torch), torch-old, or ready followed by the packages of $2 that are missing.
@@ -135,20 +119,14 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       [ -n "$missing" ] || break
       say "installing$missing for $(command -v "$python")"
       # Only one try: a machine without a network can train on existing data without tiktoken and huggingface_hub.
-      "$python" -m pip install --quiet --retries 1 -c requirements.txt $missing >&2 && break
-      case "$missing" in
-        *numpy* | *triton* | *pytest*)
-          die "could not install$missing; install by hand, or activate a virtualenv and start again" ;;
-      esac
-      say "could not install$missing; going on without"
+      "$python" -m pip install --quiet --retries 1 -c requirements.txt $missing >&2 ||
+        say "could not install$missing; going on without"
       break ;;
     torch-old) outdated=$(command -v "$candidate") ;;
     none)
       [ -z "$help" ] && [ "$candidate" = "${VIRTUAL_ENV:-}/bin/python" ] || continue
       python=$candidate
-      say "installing requirements.txt into $VIRTUAL_ENV"
-      install "$python" ||
-        die "could not install requirements.txt into $VIRTUAL_ENV; pip's lines above say why"
+      install "$python" "$VIRTUAL_ENV"
       break ;;
   esac
 done
@@ -158,18 +136,12 @@ if [ -z "$python" ]; then
   python=.venv/bin/python
   stamp=$(cksum <requirements.txt)
   if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
-    if [ -n "$help" ]; then
-      usage
-      say "the settings need a Python with torch 2.11; the first run installs it"
-      exit 0
-    fi
+    [ -z "$help" ] || { usage; say "the settings need a Python with torch 2.11; the first run installs it"; exit 0; }
     [ -n "$base" ] || die "no Python 3.10 or newer on PATH; install one and start again"
-    say "installing requirements.txt into .venv; this takes minutes, once"
     "$base" -m venv .venv >&2 ||
       die "could not make .venv with $(command -v "$base");" \
         "its venv module may be a package of its own (Debian: python3-venv)"
-    install "$python" ||
-      die "could not install requirements.txt into .venv; pip's lines above say why; start again when that is solved"
+    install "$python" .venv
     echo "$stamp" >.venv/installed
   fi
 fi
@@ -185,18 +157,18 @@ esac
 
 # --- Hardware and data ------------------------------------------------------------------------------------------------
 
+# The answer of some lines of Python. Ctrl-C ends it without a traceback.
+ask() { "$python" -c "from data.run.launch import allowed_cores, die_at_ctrl_c; die_at_ctrl_c()
+$1" "${@:2}"; }
+
 # torch decides how many GPUs there are. Asking torch takes seconds, so this happens only if there is a sign of a GPU.
 gpus=0
-if [ "$preset" != cpu ] && [ $gpu = yes ]; then
-  gpus=$("$python" -c 'if 1:
-    from data.run.launch import die_at_ctrl_c
-    die_at_ctrl_c()
-    import torch
-    print(torch.cuda.device_count())') ||
+if [ "$preset" != cpu ] && { nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; }; then
+  gpus=$(ask 'import torch; print(torch.cuda.device_count())') ||
     die "torch cannot be imported; the lines above say why"
   [ "$gpus" -gt 0 ] ||
-    say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}, or CUDA_VISIBLE_DEVICES):" \
-      "training on the CPU"
+    say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}," \
+      "or CUDA_VISIBLE_DEVICES): training on the CPU"
 fi
 procs=1
 for n in 2 4 8; do
@@ -204,7 +176,7 @@ for n in 2 4 8; do
 done
 procs=${NPROC:-$procs}
 if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # otherwise torchrun gives each process one thread
-  cores=$("$python" -c 'from data.run.launch import allowed_cores; print(int(max(1, allowed_cores())))')
+  cores=$(ask 'print(int(max(1, allowed_cores())))')
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
 fi
 if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of its run
@@ -214,12 +186,10 @@ if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of it
   set -- "--preset=$preset" "$@"
 fi
 
-# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download. Nor must a run that needs
-# a GPU where there is none: it reads 0 shards, and the trainer ends it with one line.
+# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download. Nor must a run that
+# needs a GPU where there is none: it reads 0 shards, and the trainer ends it with one line.
 shards_of_run() {
-  "$python" -c 'if 1:
-    from data.run.launch import die_at_ctrl_c
-    die_at_ctrl_c()
+  ask 'if 1:
     import math, sys, train_gpt
     from data.run.program import UserError
     from data.run.length import needed_tokens
@@ -254,25 +224,6 @@ esac
 [ $mode != data ] || exit 0
 [ "$procs" != 1 ] || exec "$python" train_gpt.py "$@"
 
-# When the trainer has printed one line about its failure, torchrun adds forty lines. This filter drops these lines and
-# torchrun's warnings. A killed process prints nothing, so the filter makes one line of torchrun's lines. The filter
-# itself ignores Ctrl-C, so it passes on the last lines of the processes.
-errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
-  sub(/.*Received (Signals\.)?/, ""); sub(/ death signal.*/, ""); over = 1
-  print "run.sh: ended by signal " $0 ($0 == 2 || $0 == "SIGINT" ? ": Ctrl-C" : ", from outside"); next
-}
-/^[EW][0-9]+ .*failed \(exitcode: -/ {
-  sub(/.*failed \(exitcode: -/, ""); split($0, number, /[^0-9]+/); over = 1
-  reason = number[1] == 9 ? ": by hand, or no memory left" : ""
-  print "run.sh: process " number[2] " was ended by signal " number[1] reason
-}
-/^\[rank[0-9]+\]:\[E.*ProcessGroupNCCL.* collective .*timeout/ {
-  if (!over) print "run.sh: a process hangs: the others have waited for it until their time was over"
-  over = 1; next
-}
-/^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode/; next} !over || /^error: /{print; fflush()}'
-
 # This starts the torchrun of this Python; the torchrun on PATH may belong to another Python. Without --local_addr it
 # would ask the network for the name of this machine.
-exec "$python" -m data.run.launch --standalone --local_addr=localhost "--nproc_per_node=$procs" train_gpt.py "$@" \
-  2> >(trap '' HUP INT TERM USR1 USR2 XCPU; exec awk "$errors" >&2)
+exec "$python" -m data.run.launch --standalone --local_addr=localhost "--nproc_per_node=$procs" train_gpt.py "$@"

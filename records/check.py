@@ -7,8 +7,8 @@ does not wait for: the tokens of the shards, and the expected time.
 import dataclasses
 import os
 import textwrap
-
-import torch
+from contextlib import suppress
+from functools import partial
 
 from data.run import start
 from data.run.config import with_knobs
@@ -22,10 +22,10 @@ def expected_time(config, world, models, gpu):
     """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or by
     the seconds per token of two cores (records/guide.md). models: {name of a preset: its model}; gpu: what the GPU can
     do, if the size was chosen."""
-    device, schedule, model = find_device(config), config.schedule, config.model
+    schedule, model, on_cpu = config.schedule, config.model, find_device(config).type == "cpu"
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
-    tokens, on_cpu = total_tokens(schedule), device.type == "cpu"
+    tokens = total_tokens(schedule)
     size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")} if gpu else {}
     timed = [dataclasses.replace(x, **size, ngram_rows=model.ngram_rows if any(x.ngram_rows) else x.ngram_rows)
              for name, x in models.items() if (name == "cpu") == on_cpu and x.pointer]  # the fit has no other models
@@ -43,43 +43,42 @@ def expected_time(config, world, models, gpu):
     return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do)", True
 
 
+def with_shards(survey, part, config, world):
+    """A check: `survey`, and then all tokens of the shards of this part."""
+    found, fine = survey(config, world)
+    doubts = start.read_shards(config, part)
+    return "; ".join([found, *doubts]), fine and not doubts
+
+
 def check_table(config, world, models, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
     models: see `expected_time`. fit: None, or function (Gpu, device) -> (config of the best size for the length of the
     run, a line about it, training time). rows_open: see `fit_memory`."""
-    columns, status, more, errors, gpu = "{:<15} | {:<90} | {}", 0, {}, {}, None
-    if show:
-        print(columns.format("what", "found", "ok?"))
-    try:
+    columns, status, more, gpu = "{:<15} | {:<90} | {}", 0, {}, None
+    with suppress(UserError):  # the rows "device", "kernels" and "memory" report it
         device = find_device(config)
-    except UserError:  # the row "device" reports it
-        device = torch.device("cpu")
-    if fit and device.type == "cuda":
-        try:
-            gpu = measure_gpu(fp8=config.system.fp8_mlp)
-            config, line, _ = fit(gpu, device)
-            size = line.removeprefix("size: "), True
-        except UserError as error:
-            size = str(error), False
-        more["size"] = lambda *run: size
-    for name, settle in (("kernels", lambda: choose_kernels(config, device)[0]),
-                         ("memory", lambda: fit_memory(config, device, world, rows_open))):
-        try:
-            config = settle()
-        except UserError as error:  # the row `name` reports it
-            errors[name] = error
+        if fit and device.type == "cuda":
+            try:
+                gpu = measure_gpu(fp8=config.system.fp8_mlp)
+                config, line, _ = fit(gpu, device)
+                size = line.removeprefix("size: "), True
+            except UserError as error:
+                size = str(error), False
+            more["size"] = lambda *run: size
+        config = choose_kernels(config, device)[0]
+        config = fit_memory(config, device, world, rows_open)
+    wanted = config
+    more["memory"] = lambda *run: start.check_memory(fit_memory(wanted, find_device(wanted), world, rows_open), world)
     config = with_knobs(config, micro_batches=config.system.micro_batches or world)  # the other checks need a number
-    checks = start.checks_of(config, **more)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine reads the shards
+        more |= {"training data": partial(with_shards, start.survey_training_data, "train"),
+                 "validation data": partial(with_shards, start.survey_validation_data, "val")}
     if show:
-        checks["time"] = lambda config, world: expected_time(config, world, models, gpu)
-    for name, check in checks.items():
+        more["time"] = lambda *run: expected_time(config, world, models, gpu)
+        print(columns.format("what", "found", "ok?"))
+    for name, check in start.checks_of(config, **more).items():
         try:
-            if name in errors:
-                raise errors[name]
             found, fine = check(config, world)
-            if name.endswith(" data") and os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of a machine
-                doubts = start.read_shards(config, {"training data": "train", "validation data": "val"}[name])
-                found, fine = "; ".join([found, *doubts]), fine and not doubts
             ok = "yes" if fine else "maybe"
         except (UserError, OSError) as error:
             found, ok = str(error), "no"

@@ -71,8 +71,6 @@ def require_whole(path, run: Run):
             raise UserError(f"{path}: '{name}' among its sources may lead out of the folder; do not trust this log")
         if found.count(name) > 1:
             raise UserError(f"{path}: holds {name} more than once; if these are two logs, give one of them")
-    if not re.fullmatch("[1-9][0-9]*", run.facts["ranks"]):
-        raise UserError(f"{path}: its ranks are '{run.facts['ranks']}', which is no number of processes")
     if resumed := run.facts.get("resume"):
         raise UserError(f"{path}: this run went on from {resumed}; rerun the log in which it began")
 
@@ -108,7 +106,7 @@ def environment(run: Run) -> dict[str, str]:
 # ---- Running and comparing -------------------------------------------------------------------------------------------
 
 def gpu_count() -> int:
-    import torch  # takes seconds, and a CPU run does not call this function
+    import torch  # takes seconds
     return torch.cuda.device_count()
 
 
@@ -138,11 +136,9 @@ def report(old: Run, new: Run) -> str:
     steps = sorted(old.losses | new.losses)
     both = [step for step in steps if step in old.losses and step in new.losses]
     differences = {step: round(new.losses[step] - old.losses[step], 9) for step in both}  # decimal, as in the logs
-    columns = (old.losses, ""), (new.losses, ""), (differences, "+")
-    curve = [["step", "log", "rerun", "difference"]]
-    for step in steps:
-        curve.append([str(step), *(compare.number(values.get(step, math.nan), 4, sign) for values, sign in columns)])
-    parts = [compare.table(curve, False)]
+    parts = [compare.table([["step", "log", "rerun", "difference"], *([str(step), *(
+        compare.number(values.get(step, math.nan), 4, sign)
+        for values, sign in ((old.losses, ""), (new.losses, ""), (differences, "+")))] for step in steps)], False)]
 
     rows = [row for row in compare.changes(old, new) if not (
         row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]) or row[0] in SHARDS[2:] and row[1] == "–")]

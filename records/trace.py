@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.program import UserError, one_line, run_program, user_path
-from records.work import WORK, calls, describe, name_in_work
+from records.work import WORK, calls, name_in_work
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
@@ -177,13 +177,12 @@ def analyse(trace):
         steps = steps[min(2, len(steps) - 1):]
         left_out = [i for i in items if i.launched < steps[0][0] and i.kind != "transfer"]
         items = [i for i in items if i.launched >= steps[0][0]]
-    compute = [i for i in items if i.kind == "compute"]
+    compute, communication = ([i for i in items if i.kind == kind] for kind in ("compute", "communication"))
     if gpu:
-        communication = [i for i in items if i.kind == "communication"]
         window = min(i.start for i in compute + communication), max(i.end for i in compute + communication)
     else:
         communication = [Item(name, start, end, end - start, start, region=name) for start, end, name in host.ranges
-                if name.startswith("wait ") and run.get("ranks") != 1]
+                         if name.startswith("wait ") and run.get("ranks") != 1]
         window = steps[0][0], steps[-1][1]
 
     ms = 1e-3 / len(steps)
@@ -210,27 +209,22 @@ def analyse(trace):
         times[short(item.name)].append(item.own * ms)
     names = [(name, len(each) / len(steps), sum(each)) for name, each in times.items()]
     numbers = [int(name.split()[1]) for _, _, name in steps]
-    measured = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
     return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
             "regions": dict(regions), "names": sorted(names, key=lambda row: -row[2]),
-            "rates": rates(items, measured, len(steps)), "items": left_out + busy}
+            "rates": rates(items, run, numbers) if run.get("limits") else [], "items": left_out + busy}
 
 
-def rates(items, run, steps):
-    """Rows (operations, calls per step, ms per step, rate, its unit, part of the measured limit) of our kernels.
-
-    The last three values are None if the number of launches is not the expected number. Operations that share their
-    kernels share a row.
-    """
-    if not run.get("limits"):
-        return []
+def rates(items, run, numbers):
+    """Rows (operations, calls per step, ms per step, rate, its unit, part of the measured limit) of our kernels in the
+    steps of these numbers. Operations that share their kernels share a row. Its last three values are None if the
+    number of launches is not the expected number."""
     count, took, families, rows = Counter(), Counter(), defaultdict(list), []
     for item in items:
         count[name_in_work(item.name)] += 1
         took[name_in_work(item.name)] += item.own * 1e-6
-    for name, *sizes in calls(run):
+    for times, name, *sizes in (call for step in run["steps"] if step["step"] in numbers for call in step["calls"]):
         kinds, least_work = WORK[name]
-        families[kinds].append((name, least_work(*sizes)))
+        families[kinds] += [(name, least_work(*sizes))] * times
     for kinds, done in families.items():
         kinds = kinds.split()
         seen, seconds = (sum(counter[kind] for kind in kinds) for counter in (count, took))
@@ -241,7 +235,7 @@ def rates(items, run, steps):
             found = amounts[:, column].sum() / seconds, ("FLOP/s", "B/s")[column], least.max(1).sum() / seconds
             if seen != len(done) * len(kinds):
                 found = [None] * 3
-            rows.append((" ".join(sorted(names)), len(done) / steps, 1e3 * seconds / steps, *found))
+            rows.append((" ".join(sorted(names)), len(done) / len(numbers), 1e3 * seconds / len(numbers), *found))
     return sorted(rows, key=lambda row: -row[2])
 
 
@@ -348,16 +342,21 @@ class Profiler:
         self.profiler.stop()
         trainer, limits = self.trainer, None
         log, rt, system = trainer.log, trainer.rt, trainer.config.system
-        plans = [trainer.plans[step] for step in system.profiled]
-        batches = trainer.loader.replay(self.loader_state, len(plans) * trainer.micro_steps)
+        plans, each = [trainer.plans[step] for step in system.profiled], trainer.micro_steps
+        batches = trainer.loader.replay(self.loader_state, len(plans) * each)
+        done = [Counter(calls(trainer, plan, batches[i * each:(i + 1) * each])) for i, plan in enumerate(plans)]
         if rt.device.type == "cuda" and system.dtype == "bfloat16":
             try:
                 limits = ceilings()
             except OutOfMemoryError:
                 log.line("warning: too little memory to measure what the kernels could do")
+        run = {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world, "limits": limits,
+               "cuda_graphs": system.cuda_graphs and rt.device.type == "cuda",
+               "steps": [{"step": plan.step, "calls": [[times, *call] for call, times in counts.items()]}
+                         for plan, counts in zip(plans, done)]}
         path = log.path.with_name(f"{log.path.stem}_rank{rt.rank}.json.gz")
         try:
-            shown = table(recorded(self.profiler, path, describe(trainer, plans, batches, limits)))
+            shown = table(recorded(self.profiler, path, run))
             log.line(f"{shown}\n\ntrace, beside this log: {path.name}")
         except (OSError, ValueError) as error:
             log.line(f"warning: no trace in {path.name}: {one_line(error)}")

@@ -18,10 +18,11 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "XXT": ("_gram_kernel", product),
     "XTX": ("_gram_kernel", product),
     "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
-    # slow: with a slow average. The averages of the weights do not count.
+    # slow: with a slow average. average: with that of the weights.
     "fused_momentum": ("_momentum_kernel _momentum_scale_kernel", lambda size, slow: (0, (12 + 8 * slow) * size)),
-    "normuon_update": ("_row_norms_kernel _normuon_kernel", lambda size: (0, 10 * size)),
-    "adam_update": ("_adam_kernel", lambda size: (0, 22 * size)),
+    "normuon_update": ("_row_norms_kernel _normuon_kernel", lambda size, average=False: (0, (10 + 8 * average) * size)),
+    "adam_update": ("_adam_kernel", lambda size, average=False: (0, (22 + 8 * average) * size)),
+    "replicated_update": ("_adam_kernel", lambda size, itemsize: (0, (32 + 3 * itemsize) * size)),
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_kernel", lambda size: (0, 2 * size)),
@@ -87,101 +88,65 @@ def seen_pairs(lengths, window):
     return int((near * (near + 1) // 2 + (lengths - near) * (window + 1)).sum())
 
 
-def calls(run):
-    """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
-    D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
-    F, orders = run.get("mlp_dim", 4 * D), run.get("ngram_orders", 1)  # older traces lack some keys
-    mlp_codes, qkv_codes = ("_codes" if run.get(key) else "" for key in ("fp8_mlps", "fp8_qkv"))
-    tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
-    qk_widths = [0.5 if layer.get("narrow") else 1 for layer in layers]  # of the heads of q and k, divided by d
-    projections = Counter()  # width -> size of the weights of all such layers, which are quantised together
-    for layer, qk in zip(layers, qk_widths):
-        if layer["attention"]:
-            projections[qk] += D * D * (2 * qk + 1)
-    for step in run["steps"]:
-        N = step["tokens"]
-        for micro_batch in step["micro_batches"]:
-            documents, touched = micro_batch["documents"], micro_batch["touched"].values()
-            for layer, qk in zip(layers, qk_widths):
-                yield from ((f"mlp{mlp_codes}{way}", N, D, F) for way in ("", "_backward"))
-                if layer["attention"]:
-                    folds, value = 1 + layer["paired"], layer["value_embed"]
-                    pairs = H // folds * seen_pairs(folds * np.array(documents), step["windows"][layer["long"]])
-                    yield from ((name, N, D, D // H, qk, pairs) for name in ("attend", "attend_backward"))
-                    yield f"project{qkv_codes}", N, D, value, qk
-                    yield f"project{qkv_codes}_backward", N, D, value, layer["paired"], qk
-                    channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
-                    yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
-            if d := run.get("pointer_width"):
-                pairs = seen_pairs(documents, N) - sum(documents)  # no token points at itself
-                yield from ((name, N, d, pairs) for name in ("pointer", "pointer_backward"))
-                yield from ((name, N, d) for name in ("pointer_inputs", "pointer_inputs_backward"))
-            columns = micro_batch.get("candidates") or V
-            for start in range(0, N, run["head_rows"]):
-                yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
-            yield from [("transpose_bytes", N * columns)] * fp8
-            yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
-            yield from [("embedding_grad", N, D, micro_batch["token_ids"])] * tables
-            yield from (("embedding_grad", N * orders, D, n) for n in touched)
-            if run.get("few_rows") and run["ranks"] > 1:  # of the rows that the ranks send to their owners
-                yield from (("embedding_grad", n, D, n // run["ranks"]) for n in touched)
-            if run.get("signs") or orders > 1:
-                yield "signed_rows", N, D, orders
-        if mlp_codes:
-            yield "quantise_weights", 2 * F * D * len(layers)
-        if qkv_codes:
-            yield from (("quantise_weights", size) for size in projections.values())
-        for n, R, C in run["banks"]:
-            side = min(R, C)
-            yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
-            yield from (("fused_momentum", n * R * C, run.get("slow", False)), ("normuon_update", n * R * C))
-        updates_tables = step.get("tables", step["adam"])
-        for size, table, copy in run.get("adam", ()):
-            if (updates_tables if table else step["adam"]) and not (copy and step["tied"]):
-                yield "adam_update", size
-        if step["adam"]:
-            yield from [("quantise_weights", D * V)] * fp8
-            yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
-        if updates_tables:
-            # A lower bound: this rank's share of the rows that the last micro-batch touched.
-            rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
-            for name, key in ("update_rows", "lazy_tables"), ("update_few_rows", "few_rows"):
-                yield from ((name, D * rows[label] // run["ranks"]) for label in run.get(key, ()))
-
-
-def describe(trainer, plans, batches, limits):
-    """A dictionary about the steps of `plans`, which JSON can store; `calls` and the tables of trace.py read it.
-
-    batches: the batches of these steps on this rank, in order; limits: result of `ceilings`, or None.
-    """
-    config, rt, optimizer = trainer.config, trainer.rt, trainer.optimizer
-    model, system, each, steps = config.model, config.system, len(batches) // len(plans), []
-    for i, plan in enumerate(plans):
-        stage = config.schedule.stages[plan.stage]
-        micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
-                          "token_ids": batch.tokens.unique().numel(),
-                          "touched": {table: rows.unique().numel() for table, rows in batch.row_ids.items()},
-                          "candidates": 0 if batch.candidates is None else batch.candidates.numel()}
-                         for batch in batches[i * each:(i + 1) * each]]
-        steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied,
-                      "tokens": plan.micro_batch_tokens, "windows": [stage.short_window, stage.long_window],
-                      "micro_batches": micro_batches})
-    banks = [each for each in optimizer.sharded.values() if each.row.optim == "normuon"]
-    adam = [[each.part.numel(), each.row.sparse, bool(each.row.tied_to)] for each in optimizer.sharded.values()
-            if each not in banks and "m" in each.state]
-    return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
-            "cuda_graphs": system.cuda_graphs and rt.device.type == "cuda",
-            **{key: getattr(model, key) for key in ("model_dim", "num_heads", "mlp_dim", "padded_vocab")},
-            "fp8": trainer.head.fp8, "fp8_mlps": system.fp8_mlp, "fp8_qkv": system.fp8_qkv,
-            "head_rows": trainer.head.block,
-            "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
-            "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
-            "polar_steps": config.optim.polar_steps,
-            "lazy_tables": [label for label, state in optimizer.state.items()
-                            if "last" in state and label not in optimizer.of_rows],
-            "few_rows": optimizer.of_rows, "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
-            "banks": [list(bank.part.shape) for bank in banks],
-            "slow": bool(config.optim.slow_momentum),
-            # one entry for each launch: weights, whether a table, whether a copy while tied
-            "adam": adam + [[len(grads), False, False] for grads in optimizer.replicated.grads],
-            "layers": [vars(layer) for layer in model.layers], "steps": steps}
+def calls(trainer, plan, batches):
+    """(operation, sizes) of every call on this rank in the step of `plan`, which has these batches."""
+    config, optimizer, head, ranks = trainer.config, trainer.optimizer, trainer.head, trainer.rt.world
+    model, layers, stage = config.model, config.model.layers, config.schedule.stages[plan.stage]
+    D, H, F, V, N = model.model_dim, model.num_heads, model.mlp_dim, model.padded_vocab, plan.micro_batch_tokens
+    mlp_codes, qkv_codes = "_codes" * config.system.fp8_mlp, "_codes" * config.system.fp8_qkv
+    orders, tables = len(model.ngrams), 1 + sum(layer.value_embed for layer in layers)  # tables indexed by token id
+    for batch in batches:
+        documents, token_ids = np.diff(batch.cu_seqlens.tolist()), batch.tokens.unique().numel()
+        touched = {table: rows.unique().numel() for table, rows in batch.row_ids.items()}
+        for layer in layers:
+            yield from ((f"mlp{mlp_codes}{way}", N, D, F) for way in ("", "_backward"))
+            if layer.attention:
+                folds, value, paired = 1 + layer.paired, layer.value_embed, layer.paired
+                qk = 0.5 if layer.narrow else 1  # width of the heads of q and k, divided by d
+                window = stage.long_window if layer.long else stage.short_window
+                pairs = H // folds * seen_pairs(folds * documents, window)
+                yield from ((name, N, D, D // H, qk, pairs) for name in ("attend", "attend_backward"))
+                yield f"project{qkv_codes}", N, D, value, qk
+                yield f"project{qkv_codes}_backward", N, D, value, paired, qk
+                channels = optimizer.params["attn_gate_bank"].size(-1) * (3 if value and not paired else 2) // 2
+                yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
+        if model.pointer:
+            d, pairs = optimizer.params["pointer_sink"].numel(), seen_pairs(documents - 1, N)  # none points at itself
+            yield from ((name, N, d, pairs) for name in ("pointer", "pointer_backward"))
+            yield from ((name, N, d) for name in ("pointer_inputs", "pointer_inputs_backward"))
+        columns = V if batch.candidates is None else batch.candidates.numel()
+        for start in range(0, N, head.block):
+            yield "cross_entropy", min(head.block, N - start), columns, head.fp8
+        yield from [("transpose_bytes", N * columns)] * head.fp8
+        yield from [("transpose_bytes", D * columns)] * (head.fp8 and columns < V)
+        yield from [("embedding_grad", N, D, token_ids)] * tables
+        yield from (("embedding_grad", N * orders, D, n) for n in touched.values())
+        if ranks > 1:  # of the rows that the ranks send to their owners
+            yield from (("embedding_grad", n, D, n // ranks) for n in touched.values() if optimizer.of_rows)
+        if model.bigram_signs or orders > 1:
+            yield "signed_rows", N, D, orders
+    if mlp_codes:
+        yield "quantise_weights", 2 * F * D * len(layers)
+    if qkv_codes:  # layers of one width are quantised together
+        widths = Counter(layer.narrow for layer in layers if layer.attention)
+        yield from (("quantise_weights", n * D * D * (2 if narrow else 3)) for narrow, n in widths.items())
+    for each in optimizer.sharded.values():
+        if each.row.optim == "normuon":
+            n, R, C = each.part.shape
+            side, product = min(R, C), "XXT" if R <= C else "XTX"
+            yield from [(product, n, side, max(R, C)), ("ba_plus_cAA", n, side)] * config.optim.polar_steps
+            yield from (("fused_momentum", n * R * C, bool(config.optim.slow_momentum)), ("normuon_update", n * R * C))
+        elif "m" in each.state and not (plan.tied and each.row.tied_to) and (
+                plan.tables if each.row.sparse else plan.adam):
+            yield "adam_update", each.part.numel()
+    if plan.adam:
+        yield from (("replicated_update", len(x), x.element_size()) for x in optimizer.replicated.grads)
+        yield from [("quantise_weights", D * V)] * head.fp8
+        yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * plan.tied
+    if plan.tables:
+        # A lower bound: this rank's share of the rows that the last micro-batch touched.
+        rows = {"value_embeds": (tables - 1) * token_ids, **touched}
+        for label, state in optimizer.state.items():
+            if label in optimizer.of_rows or "last" in state:
+                name = "update_few_rows" if label in optimizer.of_rows else "update_rows"
+                yield name, D * rows[label] // ranks

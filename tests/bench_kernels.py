@@ -1,6 +1,6 @@
 """Time every kernel against the limits of this GPU.
 
-    python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
+    python tests/bench_kernels.py [--only=attention,mlp] [--json=table.json]
 
 Prints one line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured
 matmul rate and bytes / measured copy bandwidth, with each operand counted once. "recoverable" is the time that a
@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
-from data.run.length import stage_starts
-from data.run.machine import Runtime, ceilings
+from data.run.machine import ceilings
 from records.work import WORK, seen_pairs
 
 BF16 = torch.bfloat16
@@ -53,34 +52,31 @@ class Case(NamedTuple):
     kernel: str
     shape: str
     run: Callable
+    work: tuple  # operations and bytes, as in records/work.py
     peers: dict[str, Callable] = {}  # other implementations of the same result
-    bf16: float = 0  # operations; a multiply-add counts as two
-    fp8: float = 0  # operations
-    bytes: float = 0
     # Calls per step on one GPU in the stage of this shape; 0 for shapes of several ranks and for parts of other lines.
     calls: float = 0
+    fp8: bool = False  # whether the operations are in FP8
 
 
-def needs(name, *sizes):
-    """Minimal operations and bytes of this operation, as arguments of Case."""
-    return dict(zip(("bf16", "bytes"), WORK[name][1](*sizes)))
+def work(name, *sizes):
+    """The least operations and bytes of an operation."""
+    return WORK[name][1](*sizes)
 
 
-def case(name, shape, args, sizes=None, peers={}, calls=0, bytes=0):
-    """The case of the function `name` of triton_kernels.py with these arguments, and the work of these sizes or as many
-    bytes. peers "compiled" and "plain": the reference with these arguments."""
+def case(name, shape, args, sizes, peers={}, calls=0):
+    """The case of the function `name` of triton_kernels.py with these arguments, and the work of these sizes. peers
+    "compiled" and "plain": the reference with these arguments."""
     if isinstance(peers, str):
         reference = getattr(tk, name + "_ref")
         peers = {peers: partial(compiled(reference) if peers == "compiled" else reference, *args)}
-    work = needs(name, *sizes) if sizes else dict(bytes=bytes)
-    return Case(name, shape, partial(getattr(tk, name), *args), peers, **work, calls=calls)
+    return Case(name, shape, partial(getattr(tk, name), *args), work(name, *sizes), peers, calls)
 
 
-def backward(name, shape, outputs, inputs, sizes=None, calls=0, of=None, **work):
+def backward(name, shape, outputs, inputs, sizes, calls=0, of=None):
     """The case of the gradients of `inputs`, with the work of the operation `of` (name_backward) at these sizes."""
     run = partial(torch.autograd.grad, outputs, inputs, [rand(*x.shape, dtype=x.dtype) for x in outputs], True)
-    work = work or needs(of or f"{name}_backward", *sizes)
-    return Case(f"{name}, backward", shape, run, **work, calls=calls)
+    return Case(f"{name}, backward", shape, run, work(of or f"{name}_backward", *sizes), calls=calls)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -112,12 +108,11 @@ class Timer:
 def measure(case, timer, limits):
     """One row of the table. limits: operations per second (bf16, fp8), bytes per second (copy)."""
     quartiles, *others = timer(case.run, *case.peers.values())
-    us = quartiles[1]
-    compute_s = case.bf16 / limits["bf16"] + (case.fp8 and case.fp8 / limits["fp8"])
-    copy_s = case.bytes / limits["copy"]
+    (operations, size), us = case.work, quartiles[1]
+    compute_s, copy_s = operations / (limits["fp8"] / 2 if case.fp8 else limits["bf16"]), size / limits["copy"]
     limit, compute = 1e6 * max(compute_s, copy_s), compute_s > copy_s
-    rate = (case.bf16 + case.fp8) / us / 1e6 if compute else case.bytes / us / 1e3
-    return dict(kernel=case.kernel, shape=case.shape, us=us, quartiles=quartiles, rate=rate,
+    return dict(kernel=case.kernel, shape=case.shape, us=us, quartiles=quartiles,
+                rate=(1 + case.fp8) * operations / us / 1e6 if compute else size / us / 1e3,
                 unit="TFLOP/s" if compute else "GB/s", of_limit=limit / us, calls=case.calls,
                 recoverable_ms=case.calls * (us - limit) / 1000,
                 peers={name: times[1] for name, times in zip(case.peers, others)})
@@ -149,21 +144,21 @@ def update_cases():
         m, slow = (torch.zeros(n, height, D, device=DEVICE) for _ in range(2))
         halves = [torch.zeros(n, height, D, device=DEVICE, dtype=torch.int16) for _ in range(2)]
         v, rates = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
-        for name, args, moved in (("fused_momentum", (grad, m, 0.9, 1.02), 12),
-                                  ("fused_momentum", (grad, m, 0.9, 1.02, slow, 0.85, 0.01, 0.5), 20),
-                                  ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95), 10),
-                                  ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95, slow, 0.1), 18)):
-            yield case(name, f"{shape}, {moved} bytes", args, None, "compiled", 1, bytes=moved * size)
+        muon, average = (*halves, v, y, 1e-6, rates, 0.1, 0.95), (slow, 0.1)
+        for name, args, more in (("fused_momentum", (grad, m, 0.9, 1.02), ()),
+                                 ("fused_momentum", (grad, m, 0.9, 1.02), (slow, 0.85, 0.01, 0.5)),
+                                 ("normuon_update", muon, ()), ("normuon_update", muon, average)):
+            sizes = size, bool(more)
+            yield case(name, f"{shape}, {work(name, *sizes)[1] // size} bytes", args + more, sizes, "compiled", 1)
     p, grad = rand(V, D), rand(V, D)
     m, v, average = (torch.ones(V, D, device=DEVICE) for _ in range(3))
-    for more, moved in ((), 22), ((average, 0.1), 30):
-        args = p, m, v, grad, 1e-6, 1e-6, 0.5, 0.95, 1e-10, *more
-        yield case("adam_update", f"{V}x{D}, {moved} bytes", args, None, "compiled", 0.5, bytes=moved * V * D)
+    for more in (), (average, 0.1):
+        yield case("adam_update", f"{V}x{D}, {22 + 8 * bool(more)} bytes",
+                   (p, m, v, grad, 1e-6, 1e-6, 0.5, 0.95, 1e-10, *more), (V * D, bool(more)), "compiled", 0.5)
     for dtype in BF16, torch.float32:
         args = (rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3,
                 *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10)
-        yield case("replicated_update", f"{2**18}, {dtype}", args, None, "compiled", 0.5,
-                   bytes=(32 + 3 * dtype.itemsize) * 2**18)
+        yield case("replicated_update", f"{2**18}, {dtype}", args, (2**18, dtype.itemsize), "compiled", 0.5)
 
 
 def mix_cases():
@@ -182,7 +177,7 @@ def mix_cases():
 
         for name, function, streams in ("4 streams", after_attention, 4), ("2 streams", after_mlp, 2):
             for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4, T.GATE_CHANNELS)))[:1 + FP8]:
-                yield Case("mix", f"{name}{kind}, {N}", partial(function, reader), **needs("mix", N, D, streams + 2))
+                yield Case("mix", f"{name}{kind}, {N}", partial(function, reader), work("mix", N, D, streams + 2))
         for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4)))[:1 + FP8]:
             mixed = after_mlp(reader, tk.GradCodes(2.0**-6) if reader.scale else None)
             yield backward("mix", f"2 streams{kind}, {N}", (mixed.x, mixed.normed), (lane, a, number), (N, D, 6))
@@ -192,7 +187,7 @@ def mix_cases():
                        of="added_backward")
         inputs = rand(N, T.GATE_CHANNELS), rand(1, T.GATE_CHANNELS), torch.ones(1, device=DEVICE)
         gate = tk.token_gate(*(x.requires_grad_() for x in inputs))
-        yield Case("token_gate", f"{N}", partial(tk.token_gate, *inputs), **needs("token_gate", N, T.GATE_CHANNELS))
+        yield case("token_gate", f"{N}", inputs, (N, T.GATE_CHANNELS))
         yield backward("token_gate", f"{N}", [gate], inputs, (N, T.GATE_CHANNELS))
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:
@@ -203,17 +198,17 @@ def mix_cases():
 
 
 def weights_cases():
-    """The matrices of all layers times their factors, the projections to values and the MLPs, with their gradients; the
-    bytes are those of the scaled half and of the stack of all gradients."""
+    """The matrices of all layers times their factors, the projections to values and the MLPs, with their gradients:
+    passes over the scaled half, and over the stack of all gradients."""
     for n, P, height in (BANK[0] // 4, 1, D), (BANK[1] // 2, 2, MLP_DIM):
         bank, factors = rand(n, P, height, D).requires_grad_(), torch.ones(n, device=DEVICE, requires_grad=True)
         for in_codes in (False, True)[:1 + FP8]:
             shape, size = f"{n}x{P}x{height}x{D}{', codes' * in_codes}", n * height * D
             if not in_codes:
-                yield case("scaled_weights", shape, (bank, factors), None, "plain", MICRO, bytes=4 * size)
+                yield case("scaled_weights", shape, (bank, factors), (size, 2), "plain", MICRO)
             matrices = [matrix for layer in tk.scaled_weights(bank, factors, in_codes) for matrix in layer]
-            yield backward("scaled_weights", shape, matrices, (bank, factors), calls=MICRO,
-                           bytes=4 * P * size + (4 if in_codes else 6) * size)
+            yield backward("scaled_weights", shape, matrices, (bank, factors), (size, 2 * P + 3 - in_codes), MICRO,
+                           "scaled_weights")
 
 
 def transpose_cases():
@@ -271,6 +266,8 @@ def attention_cases():
 
 
 def block_cases():
+    """The projection and its gradient, in bf16 and in FP8, and the gates of heads, by kind of layer."""
+    one = torch.ones((), device=DEVICE)
     for N in TOKENS:
         x, rotary = rand(N, D), rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
@@ -284,12 +281,18 @@ def block_cases():
             shape = f"{N}, {'+'.join(name for name, on in switches.items() if on) or 'plain'}"
             values = (ve, gate) if value else (None, None)
             args = (x, weight, rotary, *values, paired, offset, narrow)
+            sizes, of_grads = (N, D, value, width / HEAD), (N, D, value, paired, width / HEAD)
             planes, _, rstd = tk.project(*args)
-            yield case("project", shape, args, (N, D, value, width / HEAD),
-                       {"GEMM alone": partial(F.linear, x, weight)}, MICRO * layers)
+            yield case("project", shape, args, sizes, {"GEMM alone": partial(F.linear, x, weight)}, MICRO * layers)
             dv = grads[2] if paired else dqkv[:, -D:].view(N, H, HEAD)
-            back = *grads[:2], dv, planes, rstd, rotary, *values, paired, offset, dqkv
-            yield case("project_backward", shape, back, (N, D, value, paired, width / HEAD), calls=MICRO * layers)
+            more = planes, rstd, rotary, *values, paired, offset
+            yield case("project_backward", shape, (*grads[:2], dv, *more, dqkv), of_grads, calls=MICRO * layers)
+            if FP8:
+                yield Case("project, FP8", shape, partial(tk.project, *args, (
+                    x.to(tk.E4M3), weight.to(tk.E4M3), one, one)), work("project_codes", *sizes), fp8=True)
+                codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
+                yield Case("project_backward, FP8", shape, partial(tk.project_backward, *grads, *more, *codes, one),
+                           work("project_codes_backward", *of_grads))
             if narrow:  # the gates do not depend on the widths
                 continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
@@ -308,35 +311,11 @@ def mlp_cases():
         post = tk._relu_square(x, W1)
         square = compiled(lambda pre: pre.relu().square())
         derivative = compiled(lambda u, pre: 2 * u * pre.relu())
-        work = dict(needs("mlp", N, D, width), calls=MICRO * count)
-        yield Case("mlp: relu(x W1ᵀ)²", shape, partial(tk._relu_square, x, W1), {
-            "GEMM alone": partial(F.linear, x, W1), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
-        yield Case("mlp: dpre", shape, partial(tk._relu_square, g, W2, post), {
-            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
-            **(work | needs("mlp_backward", N, D, width)))
-
-
-def fp8_projection_cases():
-    """The two kernels of the projection in FP8 and of its gradient, each beside bf16."""
-    one = torch.ones((), device=DEVICE)
-    for N in TOKENS:
-        x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)
-        x8, _ = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
-        for narrow, value in product((False, True), repeat=2):
-            width = HEAD // 2 if narrow else HEAD
-            weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
-            w8, _ = tk.both_layouts(weight, one, tk.E4M3)
-            shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
-            project = partial(tk.project, x, weight, rotary, *values, False, False, narrow)
-            qk, _, rstd = project()
-            yield Case("project, FP8", shape, partial(project, codes=(x8, w8, one, one)), {"bf16": project},
-                       fp8=2 * N * weight.numel(), bytes=WORK["project_codes"][1](N, D, value, width / HEAD)[1])
-            grads = [rand(N, H, w) for w in (width, width, HEAD)]
-            codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
-            back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
-            yield Case("project_backward, FP8", shape, partial(back, *codes, one),
-                       {"bf16": partial(back, rand(N, len(weight)))},
-                       bytes=WORK["project_codes_backward"][1](N, D, value, False, width / HEAD)[1])
+        yield Case("mlp: relu(x W1ᵀ)²", shape, partial(tk._relu_square, x, W1), work("mlp", N, D, width), {
+            "GEMM alone": partial(F.linear, x, W1), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())},
+            MICRO * count)
+        yield Case("mlp: dpre", shape, partial(tk._relu_square, g, W2, post), work("mlp_backward", N, D, width), {
+            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)}, MICRO * count)
 
 
 def fp8_cases():
@@ -344,37 +323,38 @@ def fp8_cases():
     count, width = len(CONFIG.model.layers), MLP_DIM
     bank = rand(count, 2, width, D) * D**-0.5
     mlps = tk.Fp8Mlps(bank, 1.0)
-    yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=6 * bank.numel(), calls=1)
+    yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, (0, 6 * bank.numel()), calls=1)
     W1, W2 = mlps.codes[0]
     x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = mlps.scales[0, :, 0]
     for N in TOKENS:
-        shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
+        shape, each = str(N), dict(fp8=True, calls=MICRO * count)
         x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
         (x8, x8_t), (g8, _) = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2)
         yield Case("transpose_copy", f"{N}x{D} bytes", partial(tk.transpose_copy, x8, x8_t),
-                   **needs("transpose_bytes", N * D), calls=2 * MICRO * count)
+                   work("transpose_bytes", N * D), calls=2 * MICRO * count)
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
         post, _ = tk.relu_square_codes(*up)
-        yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up), {
-            "product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)},
-            bytes=N * (D + 2 * width), **each)
+        yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up),
+                   work("mlp_codes", N, D, width),
+                   {"product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)}, **each)
         down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
-        yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down), {
-            "product alone": partial(tk.scaled_product, g8, W2, g_scale, w2_scale)}, bytes=N * (D + 3 * width), **each)
+        yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down),
+                   work("mlp_codes_backward", N, D, width),
+                   {"product alone": partial(tk.scaled_product, g8, W2, g_scale, w2_scale)}, **each)
         leaves = [t.requires_grad_() for t in (x, *bank[0].clone())]
 
         def whole(mlp, leaves=leaves, g=g):
             torch.autograd.grad(mlp(*leaves), leaves, g)
 
-        yield Case("mlp, FP8: all of it", shape, partial(whole, partial(mlps, 0)), {"bf16": partial(whole, tk.mlp)},
-                   fp8=12 * N * D * width, bytes=N * (13 * D + 7 * width))
+        yield Case("mlp, FP8: all of it", shape, partial(whole, partial(mlps, 0)),
+                   (6 * N * D * width, N * (13 * D + 7 * width)), {"bf16": partial(whole, tk.mlp)}, fp8=True)
 
 
 def head_cases():
     weights = torch.tensor([1.0, 0.5, 0.25], device=DEVICE)
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
-    yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_weights", D * V), calls=0.5)
+    yield Case("quantise_weights", f"{D}x{V}", head.refresh, work("quantise_weights", D * V), calls=0.5)
     head.embedding = torch.nn.Parameter(rand(V, D))
     head.embedding.grad = torch.zeros_like(head.embedding)
     for N, stage in zip(TOKENS, STAGES):
@@ -387,13 +367,13 @@ def head_cases():
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
         yield Case("transpose_copy", f"{N}x{V} bytes", partial(tk.transpose_copy, codes, turned),
-                   {"copy_": partial(turned.copy_, codes.mT)}, **needs("transpose_bytes", N * V), calls=MICRO)
+                   work("transpose_bytes", N * V), {"copy_": partial(turned.copy_, codes.mT)}, MICRO)
 
         def whole(targets, candidates=None, h=h, w=w):
             weight.grad = h.grad = None
             head(h, targets, w, 0.125, candidates=candidates).backward()
 
-        yield Case("HeadLoss, all of it", str(N), partial(whole, targets), fp8=6 * N * D * V, bytes=7 * N * V)
+        yield Case("HeadLoss, all of it", str(N), partial(whole, targets), (3 * N * D * V, 7 * N * V), fp8=True)
 
         P = min(V, T.num_candidates(CONFIG, N) or V)
         text = (np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int64) % V  # not more distinct ids than text
@@ -402,7 +382,7 @@ def head_cases():
         args = logits, tk.multi_token_targets(positions, len(w)), w, 0.1, 0.001, grad
         yield case("cross_entropy", f"{N} rows, {P} candidates", args, (N, P, True))
         yield Case("HeadLoss, sampled", f"{N}, {P} candidates", partial(whole, positions, candidates),
-                   fp8=6 * N * D * P, bytes=7 * N * P)
+                   (3 * N * D * P, 7 * N * P), fp8=True)
 
 
 def pointer_cases():
@@ -445,7 +425,7 @@ def embedding_cases():
             sorted_ids = tk.SortedIds(ids, torch.from_numpy(L.sorted_pieces(ids.cpu().numpy())).to(DEVICE))
             yield Case("embedding_grad", f"{orders} orders, {N}, places for all rows",
                        partial(claiming, tk.FewRows(table, len(ids)), sorted_ids, upstream, signs, sign_ids),
-                       bytes=2 * D * (len(ids) + ids.unique().numel()), calls=MICRO)
+                       (0, 2 * D * (len(ids) + ids.unique().numel())), calls=MICRO)
             yield case("signed_rows", f"{orders} orders, {N}", (table, ids, orders, signs, sign_ids), (N, D, orders),
                        "plain", MICRO)
     rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
@@ -467,55 +447,13 @@ def embedding_cases():
         tk.update_few_rows(p, v_of_rows, last, few.grad, few.place, few.rows, few.count, *numbers)
 
     shape = f"{touched} of {rows} rows, and the write of their gradients"
-    yield Case("update_rows", shape, update_rows,
-               {"all rows, with a first moment": lambda: tk.adam_update(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
-               bytes=D * 20 * len(distinct), calls=0.5)
-    yield Case("update_few_rows", shape, update_few_rows, bytes=D * 12 * len(distinct), calls=0.5)
+    all_rows = partial(tk.adam_update, p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)
+    yield Case("update_rows", shape, update_rows, (0, 20 * D * len(distinct)),
+               {"all rows, with a first moment": all_rows}, 0.5)
+    yield Case("update_few_rows", shape, update_few_rows, (0, 12 * D * len(distinct)), calls=0.5)
 
 
-def replayed(run):
-    """`run` as one CUDA graph.
-
-    In training the host is a whole micro-step ahead; here it would be late with so many small launches.
-    """
-    if DEVICE == "cpu":
-        return run
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def optimizer_cases():
-    """The update of all parameters at the shard shapes of a rank, without communication: all launches together."""
-    ops, _ = tk.choose_ops(torch.device(DEVICE))
-    plan = T.make_plan(CONFIG, stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
-    numbers = T.update_numbers(CONFIG, plan)
-    for ranks in 8, 1:
-        model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
-        optimizer = T.NorMuonAndAdam(model, CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops)
-        replicated, *sharded = optimizer.updated
-        banks = [(each, rand(*each.part.shape)) for each in sharded if each.row.optim == "normuon"]
-        tables = [(each, torch.zeros_like(each.part)) for each in sharded if each.row.optim == "adam"]
-        tables.append((replicated, replicated.grads))
-        products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
-                       + 2 * X.numel() * D for _, X in banks)  # of one iteration
-        muon = dict(bf16=CONFIG.optim.polar_steps * products, calls=ranks == 1)
-        adam = dict(bytes=22 * sum(grad.numel() for _, grad in tables[:-1]), calls=(ranks == 1) / 2)
-        for kind, grads, work in (("Muon", banks, muon), ("Adam", tables, adam)):
-            def one_by_one(grads=grads):
-                for each, grad in grads:
-                    each.update(grad, numbers, False)
-
-            yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one),
-                       {"launched one by one": one_by_one}, **work)
-
-
-FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, weights=weights_cases, transpose=transpose_cases,
-                attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases,
-                fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
-                embedding=embedding_cases, optimizer=optimizer_cases)
+FAMILIES = {name.removesuffix("_cases"): cases for name, cases in [*globals().items()] if name.endswith("_cases")}
 
 
 def main():

@@ -63,7 +63,7 @@ def compile_all(arch):
     bench.compiled = lambda function: function  # only for peers, which do not run; spares seconds of imports
     if arch < 89:  # no FP8
         tk.WeightCodes.refresh = lambda self: None
-    for family in bench.FAMILIES.keys() - {"optimizer", "fp8", "fp8_projection"}:  # as in muon, and see below
+    for family in bench.FAMILIES.keys() - {"fp8"}:  # see below
         for case in bench.FAMILIES[family]():
             if not case.kernel.startswith("HeadLoss"):  # these need a GPU
                 case.run()
@@ -75,16 +75,6 @@ def compile_all(arch):
             tk.quantise_weights(x[None], torch.ones(1, 1), *codes, static)
         post, _ = tk._relu_square_codes(x.to(tk.E4M3), W, *[one] * 4)
         tk._relu_square_codes(x.to(tk.E5M2), W, *[one] * 4, post, one)
-        ve, gate, rotary = bench.rand(1024, 768), bench.rand(1024, 6), bench.rand(2048, 32, 2)
-        for paired, offset, narrow in ((False, True, False), (True, False, True)):
-            width = 64 if narrow else 128
-            rows = 6 * (2 * width + 128)
-            codes = x.to(tk.E4M3), bench.rand(rows, 768, dtype=tk.E4M3), one, one
-            args = x, bench.rand(rows, 768), rotary, ve, gate, paired, offset
-            qk, _, rstd = tk.project(*args, narrow, codes)
-            grads = [bench.rand(1024, 6, size) for size in (width, width, 128)]
-            tk.project_backward(*grads, qk, rstd, *args[2:], *(bench.rand(*shape, dtype=tk.E5M2)
-                                                               for shape in ((1024, rows), (rows, 1024))), one)
     return [(name, kernel.metadata.shared / 1024, launch) for name, kernel, launch in launched]
 
 

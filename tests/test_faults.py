@@ -51,11 +51,6 @@ def one_line(err, pattern):
     assert re.fullmatch(f"error: .*{pattern}.*", ours) and 'train_gpt.py", line' not in err, err
 
 
-def as_run_sh_shows(err):
-    program = re.search(r"^errors='(.*?)'$", (ROOT / "run.sh").read_text(), re.M | re.S)[1]
-    return subprocess.run(["awk", program], input=err, text=True, capture_output=True, check=True).stdout.splitlines()
-
-
 @pytest.mark.parametrize("victim, moment", [(0, "^step:3/"), (1, "^rank 0")])
 def test_a_killed_process_ends_all(corpus, tmp_path, victim, moment):
     process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS, hook=SAY_PID)
@@ -65,13 +60,11 @@ def test_a_killed_process_ends_all(corpus, tmp_path, victim, moment):
     assert status != 0 and out.count("pid ") == 2
     # The other is ended by torchrun, in silence, unless its connection tells it before; then torchrun may take it for
     # the cause.
-    errors = re.findall("^error: .*$", err, re.M)
-    assert all(re.search("lost the connection|do not come together", line) for line in errors), err
-    assert 'train_gpt.py", line' not in err, err
-    # gloo may have something to say as well
-    told = [line for line in as_run_sh_shows(err) if line.startswith("run.sh: ")]
-    wanted = [f"run.sh: process {victim} was ended by signal 9: by hand, or no memory left"]
-    assert told == wanted or told == [] and len(errors) == 1, err
+    errors, told = set(re.findall("^error: .*$", err, re.M)), {
+        f"error: process {victim} was ended by signal 9: by hand, or no memory left"}
+    assert all(re.search("lost the connection|do not come together", line) for line in errors - told), err
+    assert (told <= errors or len(errors) == 1) and 'train_gpt.py", line' not in err, err
+    assert "torch/distributed/elastic" not in err, err
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -87,7 +80,7 @@ def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
 
 
 @pytest.mark.parametrize("signum, lines", [
-    (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["run.sh: ended by signal 2: Ctrl-C"]),
+    (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["error: ended by SIGINT"]),
     (signal.SIGKILL, None)])
 def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
     """With one line, and the log has all that was done. What the parent ignores, as nohup does, ends nothing."""
@@ -105,7 +98,7 @@ def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
     out, err, status = finish(process, 25, "".join(f"pid {child}\n" for child in children) + seen)
     assert status == (-signum if lines is None else 128 + signum) and out.count("pid ") == 2
     if lines is not None:
-        assert as_run_sh_shows(err) == lines and 'train_gpt.py", line' not in err, err
+        assert err.splitlines() == lines
         log = next(tmp_path.glob("*.txt")).read_text()
         assert set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
         place = "Ctrl-C" if lines else rf"{signum.name} after step \d+/9002"
@@ -113,26 +106,7 @@ def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
         assert re.search(last, log) and re.search(last, out), (out, log)
 
 
-API, NCCL = "torch/distributed/elastic/", "[rank0]:[E1127 15:33:30.858602164 ProcessGroupNCCL.cpp:9] [Rank 0] "
-SIGNALLED_TORCHRUN = f"W1121 20:00:00.1 9 {API}agent/server/api.py:7] Received %s death signal\nTraceback\n"
-
-
-@pytest.mark.parametrize("err, lines", [
-    # 3.10 has the name; test_a_signal_to_torchrun_ends_all has the spelling of this Python.
-    (SIGNALLED_TORCHRUN % "Signals.SIGINT", ["run.sh: ended by signal SIGINT: Ctrl-C"]),
-    (SIGNALLED_TORCHRUN % "15", ["run.sh: ended by signal 15, from outside"]),
-    # A process that hangs on GPUs: the thread of NCCL ends the process that waits, with stack traces.
-    (f"warning: first\n{NCCL}Received a dump signal due to a collective timeout from this local rank and we will\n"
-     f"{NCCL}Watchdog caught collective operation timeout: WorkNCCL(SeqNum=742, OpType=ALLREDUCE)\n"
-     "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout\nterminate called\n"
-     f"E1127 15:34:31.1 9 {API}multiprocessing/api.py:988] failed (exitcode: -6) local_rank: 0 (pid: 1) of binary: x\n",
-     ["warning: first", "run.sh: a process hangs: the others have waited for it until their time was over",
-      "run.sh: process 0 was ended by signal 6"])])
-def test_what_run_sh_shows(err, lines):
-    assert as_run_sh_shows(err) == lines
-
-
-def test_a_step_that_does_not_end():
+def test_a_step_that_does_not_end(monkeypatch):
     """NCCL does not watch the collectives of a CUDA graph, so the host does, with several ranks."""
     event = SimpleNamespace(query=lambda: False)
     with pytest.raises(RuntimeError) as error:

@@ -171,7 +171,6 @@ def test_a_failing_trainer(log, again):
      "lacks the text of data/shards.py, the text of x.py; "),
     ("/6 val_loss:", "/6 train_loss:", 5, "lacks validation losses; "),
     ("\nno end ", "\n{0}\n# data/loader.py\n{0}\n\nx = 0\n".format("-" * 40), 1, "holds data/loader.py more than"),
-    ("\nranks: 1\n", "\nranks: 0\n", 1, "ranks are '0'"),
     ("\nresume: \n", "\nresume: run_1/step_40.pt\n", 1, "went on from run_1/step_40.pt"),
     ("\ndevice: cpu\n", "\ndevice: cuda\n", 1, "this machine has none; add --device=cpu"),
     *(("notes.txt\n", f"{name}\n", 2, f"'{re.escape(name)}' among its sources may lead out")

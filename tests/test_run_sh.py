@@ -181,7 +181,6 @@ def test_nproc_and_threads(machine, variables, procs, preset, threads):
 
 
 @pytest.mark.parametrize("arguments, variables, error", [
-    ("", {"NPROC": "3"}, said("NPROC=3: the trainer runs with 1, 2, 4 or 8 processes")),
     ("", {"OLD_PYTHON": "yes"}, said("no Python 3.10 or newer on PATH; install one and start again")),
     ("--preset=short --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
 def test_an_error_costs_no_download(machine, arguments, variables, error):
@@ -213,19 +212,18 @@ def test_data_that_is_there_is_not_prepared_again(machine):
 
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("has, arguments, status, pip, then, message", [
+@pytest.mark.parametrize("has, arguments, status, pip, then", [
     ("numpy huggingface_hub triton", ["test", "-k", "a or b"], 0, "tiktoken|pytest|pytest-xdist",
-     ["system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"], ""),
-    ("numpy huggingface_hub triton", [], 1, "tiktoken", [STDLIB, CPU], "going on without"),
-    ("tiktoken huggingface_hub triton", [], 1, "numpy", [],
-     "install by hand, or activate a virtualenv and start again")])
-def test_missing_packages_are_installed(machine, has, arguments, status, pip, then, message):
-    """Training needs numpy and triton, and goes on without the others. status: that of pip."""
+     "system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"),
+    ("numpy huggingface_hub triton", ["--train_files=x"], 1, "tiktoken",
+     "system/python3|train_gpt.py|--preset=cpu|--train_files=x")])
+def test_missing_packages_are_installed(machine, has, arguments, status, pip, then):
+    """Training goes on without them. status: that of pip."""
     machine.site("system", "2.11.0", has.split())
-    calls = machine.run(*arguments, PIP_STATUS=str(status), status=int(status and not then))
-    assert calls == ["system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|" + pip, *then]
+    calls = machine.run(*arguments, PIP_STATUS=str(status))
+    assert calls == ["system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|" + pip, then]
     python, missing = machine.folder / "system/bin/python3", pip.replace("|", " ")
-    lines = [f"installing {missing} for {python}", *[f"could not install {missing}; {message}"] * status]
+    lines = [f"installing {missing} for {python}", *[f"could not install {missing}; going on without"] * status]
     assert machine.err == "".join(map(said, lines))
 
 
@@ -251,7 +249,7 @@ def test_a_python_without_venv_is_named(machine):
     machine.change('"-m venv") ', '"-m venv") exit 1; ')
     assert machine.run(status=1) == VENV[:1]
     python = machine.folder / "system/bin/python3"
-    assert machine.err == said("installing requirements.txt into .venv; this takes minutes, once") + said(
+    assert machine.err == said(
         f"could not make .venv with {python}; its venv module may be a package of its own (Debian: python3-venv)")
 
 
@@ -283,8 +281,7 @@ def test_the_versions_are_those_that_were_measured():
 
 
 @pytest.mark.parametrize("driver, words", [
-    ("580.65.06", ""), ("570.86.10", "is older than 580: installing torch with CUDA 12.6"),
-    ("470.1", "is too old for torch, which needs 580 or, with CUDA 12.6, 525")])
+    ("580.65.06", ""), ("570.86.10", "is older than 580: installing torch with CUDA 12.6, which needs 525")])
 def test_an_old_driver_gets_another_build(machine, driver, words):
     machine.site("system", None)
     machine.site("dotvenv", "2.11.0")
@@ -391,33 +388,17 @@ echo "${{NPROC:-}} $1" >>"{calls}"
     assert calls.read_text().splitlines() == [" test", "1 --preset=cpu", "2 --preset=cpu"][:3 if good else 2]
 
 
-def signal_all(machine, number):
-    """(status, stdout, stderr) of run.sh, whose processes all get a signal once a stand-in waits."""
-    process = subprocess.Popen([str(machine.repo / "run.sh")], env=machine.env, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # nohup ignores it
-    end = time.monotonic() + 20
-    while not (machine.folder / "calls.waits").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=20)
-    return process.returncode, out, err
-
-
 @pytest.mark.parametrize("command", ["PYTHONPATH=$site", "mkdir -p data/stdlib"])
 def test_ctrl_c_before_the_training(machine, command):
     """While run.sh looks for a Python, and while prepare.py works. No other Python is tried, and nothing is trained."""
     machine.change(command, f'touch "$CALLS.waits"; exec sleep 60; {command}')
-    assert signal_all(machine, signal.SIGINT) == (130, "", said("ended by Ctrl-C"))
+    process = subprocess.Popen([str(machine.repo / "run.sh")], env=machine.env, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 20
+    while not (machine.folder / "calls.waits").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.communicate(timeout=20) == ("", said("ended by Ctrl-C")) and process.returncode == 130
     calls = machine.folder / "calls"
     assert "launch" not in (calls.read_text() if calls.exists() else "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_all_processes_is_named(machine, number):
-    """From a closed terminal or a scheduler. The process that prints the line gets it, too."""
-    machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
-                               touch "$CALLS.waits"; sleep 60 & wait"""
-    machine.env["NPROC"] = "2"
-    assert signal_all(machine, number) == (9, "", said(f"ended by signal {number}, from outside"))

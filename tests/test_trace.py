@@ -250,17 +250,43 @@ def test_operators_of_a_cpu():
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
 
-LAYER = dict(attention=True, paired=False, long=False, value_embed=False)
-LAYERS = [LAYER | dict(paired=True), LAYER | dict(attention=False), LAYER | dict(long=True, value_embed=True),
-          LAYER | dict(paired=True, value_embed=True)]
-RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=True, head_rows=40, polar_steps=5,
-           layers=LAYERS, gate_channels=12, cuda_graphs=True,
-           pointer_width=128, banks=[[8, 256, 256], [6, 1024, 256]], adam=[[256 * 384, False, False]],
-           limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
-           steps=[dict(step=step, adam=step % 2 == 1, tied=step > 1, tokens=64, windows=[3, 9], micro_batches=[
-               dict(documents=[40, 4, 21], token_ids=30, touched=dict(bigram_embed=50)),
-               dict(documents=[64], token_ids=33, touched=dict(bigram_embed=60), candidates=256)])
-                  for step in (1, 2, 3)])
+LAYER = T.Layer()
+LAYERS = (T.Layer(paired=True), T.Layer(attention=False), T.Layer(long=True, value_embed=True),
+          T.Layer(paired=True, value_embed=True))
+DOCUMENTS = [40, 4, 20], [64]  # of the two micro-batches of each step
+LIMITS = dict(bf16=1e12, fp8=0.0, copy=1e11)
+
+
+def made(slow=(), lazy=(), few=(), orders=1, ranks=1, fp8=False, signs=False, layers=LAYERS, mlp_dim=1024,
+         banks=((8, 256, 256), (6, 1024, 256)), adam={"lm_head": (256 * 384, False)}, copies={}):
+    """Stands for a trainer of four layers of 256 channels. adam: label -> (weights, whether it is a table)."""
+    model = NS(model_dim=256, num_heads=2, mlp_dim=mlp_dim, padded_vocab=384, layers=layers, ngrams=(0,) * orders,
+               bigram_signs=signs, pointer=True)
+    def part(optim, shape, state, sparse=False, tied_to=""):
+        return NS(row=NS(optim=optim, sparse=sparse, tied_to=tied_to), part=torch.empty(shape, device="meta"),
+                  state=state)
+    sharded = {f"bank {i}": part("normuon", bank, {"m": None}) for i, bank in enumerate(banks)}
+    sharded |= {label: part("adam", size, {"m": None}, sparse, label in copies.values() and "head")
+                for label, (size, sparse) in adam.items()}
+    sharded |= {label: part("adam", 0, {"last": None, "v": None}) for label in [*lazy, *few]}
+    optimizer = NS(params={"attn_gate_bank": torch.zeros(1, 12), "pointer_sink": torch.zeros(128)}, of_rows=few,
+                   sharded=sharded, state={label: each.state for label, each in sharded.items()},
+                   replicated=NS(grads=[torch.zeros(9)]))
+    return NS(rt=NS(world=ranks), head=NS(fp8=True, block=40), optimizer=optimizer, config=NS(
+        model=model, system=NS(fp8_mlp=fp8, fp8_qkv=fp8), optim=NS(polar_steps=5, slow_momentum=slow),
+        schedule=NS(stages=[NS(short_window=3, long_window=9)])))
+
+
+def calls(**changes):
+    """[operation, sizes of every call] of three steps of a changed `made`; the second one updates no Adam parameter."""
+    def batch(documents, token_ids, touched, candidates):
+        cu = torch.tensor([0, *documents, 0]).cumsum(0)  # the last document is empty, as padding is
+        return NS(cu_seqlens=cu, tokens=torch.arange(64) % token_ids, candidates=candidates,
+                  row_ids={"bigram_embed": torch.arange(64) % touched})
+    batches = batch(DOCUMENTS[0], 30, 50, None), batch(DOCUMENTS[1], 33, 60, torch.zeros(256))
+    plans = [NS(stage=0, micro_batch_tokens=64, adam=odd, tables=odd, tied=step > 1)
+             for step, odd in ((1, True), (2, False), (3, True))]
+    return [list(work.calls(made(**changes), plan, batches)) for plan in plans]
 
 
 def pairs(documents, window):
@@ -269,16 +295,16 @@ def pairs(documents, window):
 
 
 def found(**changes):
-    """{operation: [(operations, bytes) of each call]} and all calls of RUN with these changes."""
-    calls, least = [*work.calls(RUN | changes)], defaultdict(list)
-    for name, *sizes in calls:
+    """{operation: [(operations, bytes) of each call]} and all calls of `calls`."""
+    done, least = sum(calls(**changes), []), defaultdict(list)
+    for name, *sizes in done:
         least[name].append(work.WORK[name][1](*sizes))
-    return least, calls
+    return least, done
 
 
 def test_work_by_counting():
     least, _ = found()
-    documents = [micro_batch["documents"] for step in RUN["steps"] for micro_batch in step["micro_batches"]]
+    documents = 3 * DOCUMENTS
     paired = [pairs([2 * n for n in lengths], 3) for lengths in documents]  # one head of the two, twice as long
     long = [2 * pairs(lengths, 9) for lengths in documents]
     stream, product = 2 * 64 * 256, 2 * 64 * 256 * 256  # bytes of one (N, D); FLOPs of a product with a (D, D)
@@ -293,7 +319,7 @@ def test_work_by_counting():
     assert Counter(least["cross_entropy"]) == {(0, 3 * size): 3 for size in rows_times_columns}  # bf16 in, one byte out
     assert least["XXT"] == [(8 * 2 * 256**3 * 3 / 4, 8 * 2 * 2 * 256**2)] * 15  # 3 of the 2 x 2 tiles of a product
 
-    least, _ = found(layers=[LAYER | dict(narrow=True)], mlp_dim=512, banks=[[4, 128, 256]])
+    least, _ = found(layers=[T.Layer(narrow=True)], mlp_dim=512, banks=[[4, 128, 256]])
     near = [2 * pairs(lengths, 3) for lengths in documents]
     assert least["attend"] == [(2 * (64 + 128) * n, 3 * stream) for n in near]  # q and k are half a (N, D) each
     assert least["attend_backward"] == [(2 * (3 * 64 + 2 * 128) * n, 5 * stream) for n in near]
@@ -303,16 +329,17 @@ def test_work_by_counting():
     (least, _), sizes = found(), [8 * 256**2, 6 * 1024 * 256] * 3
     assert least["fused_momentum"] == [(0, 12 * n) for n in sizes]
     assert least["normuon_update"] == [(0, 10 * n) for n in sizes]
-    least, _ = found(slow=True, adam=[[100, False, False], [10, True, False], [1, False, True]])
+    least, _ = found(slow=(1,), adam={"a": (100, False), "b": (10, True), "c": (1, False)}, copies={"a": "c"})
     assert least["fused_momentum"] == [(0, 20 * n) for n in sizes]
     assert sorted(least["adam_update"]) == [(0, 22 * n) for n in (1, 10, 10, 100, 100)]  # a copy is not updated
+    assert least["replicated_update"] == [(0, (32 + 3 * 4) * 9)] * 2
 
-    least, _ = found(lazy_tables=["value_embeds", "bigram_embed"])
+    least, _ = found(lazy=["value_embeds", "bigram_embed"])
     assert least["update_rows"] == [(0, 256 * 16 * touched) for touched in (66, 60)] * 2
-    _, few = found(few_rows=["bigram_embed"], ngram_orders=2)
+    _, few = found(few=["bigram_embed"], orders=2)
     assert few.count(("signed_rows", 64, 256, 2)) == 6 and few.count(("update_few_rows", 60 * 256)) == 2
     assert few.count(("embedding_grad", 128, 256, 50)) == few.count(("embedding_grad", 128, 256, 60)) == 3
-    _, two = found(few_rows=["bigram_embed"], ngram_orders=2, ranks=2)  # each of two ranks owns half of the rows
+    _, two = found(few=["bigram_embed"], orders=2, ranks=2)  # each of two ranks owns half of the rows
     assert two.count(("update_few_rows", 30 * 256)) == 2 and len(two) == len(few) + 6
     assert two.count(("embedding_grad", 50, 256, 25)) == two.count(("embedding_grad", 60, 256, 30)) == 3
 
@@ -322,16 +349,20 @@ def test_work_by_counting():
                         "update_rows", "update_few_rows", "signed_rows"}),
     ("mlp_codes", "project_codes", {"mlp", "mlp_backward", "project", "project_backward"})])
 def test_rates_of_our_kernels(mlp, project, others):
-    """Each kernel takes four times the least time of its operation. A missing launch leaves no rate."""
-    rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes", "fp8_qkv": project == "project_codes"}
-    run |= {"lazy_tables": ["value_embeds"], "few_rows": ["bigram_embed"], "signs": True} if run["fp8_qkv"] else {}
-    for step in RUN["steps"]:
+    """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
+    does not count. A missing launch leaves no rate."""
+    rec, codes = Recorder(), mlp == "mlp_codes"
+    changes = dict(lazy=["value_embeds"], few=["bigram_embed"], signs=True) if codes else {}
+    steps = calls(fp8=codes, **changes)
+    run = dict(cuda_graphs=True, limits=LIMITS, steps=[
+        dict(step=step, calls=[[n, *call] for call, n in Counter(done).items()]) for step, done in enumerate(steps, 1)])
+    for step, done in enumerate(steps, 1):
         launches = []
-        for name, *sizes in work.calls(run | {"steps": [step]}):
+        for name, *sizes in done:
             (flops, data), kernels = work.WORK[name][1](*sizes), work.WORK[name][0].split()
             us = 4e6 * max(flops / 1e12, data / 1e11) / len(kernels)
             launches += [(kernel.replace("_mlp_", "_mlp_hopper_"), None, us) for kernel in kernels]
-        rec.play((f"step {step['step']}", *(partial(rec.kernel, *launch) for launch in launches)))
+        rec.play((f"step {step}", *(partial(rec.kernel, *launch) for launch in launches)))
     result = trace.analyse(rec.trace(**run))
     rows = {name: rest for name, *rest in result["rates"]}
     # Those of bench_kernels.py alone.
@@ -379,12 +410,12 @@ def test_report(tmp_path):
     ("{}", "missing", "No such file or directory"), ("not json", "", "Expecting value.*"),
     ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}]}', "",
      "it has no kernels.*")])
-def test_no_trace(tmp_path, monkeypatch, content, folder, reason):
+def test_no_trace(tmp_path, content, folder, reason):
     """The run goes on with a warning, and leaves no file."""
-    monkeypatch.setattr(trace, "describe", lambda *args: dict(device="cuda"))
-    lines, rt = [], NS(device=torch.device("cpu"), rank=0, world=1)
+    lines, rt = [], NS(device=torch.device("cuda"), rank=0, world=1)
+    system = NS(profiled=[], cuda_graphs=False, dtype="float32")
     trainer = NS(log=NS(path=tmp_path / folder / "x.txt", line=lines.append), rt=rt, micro_steps=1, plans=[],
-                 config=NS(system=NS(profiled=[])), loader=NS(replay=lambda state, count: []))
+                 config=NS(system=system), loader=NS(replay=lambda state, count: []))
     started = trace.Profiler(trainer)
     started.profiler, started.loader_state = profiler(content), None
     started.stop()
@@ -467,8 +498,10 @@ def test_two_ranks(small, tmp_path):
         plans = [T.make_plan(config, step) for step in range(7)]
         loader = L.Loader(config, Runtime(rank, 2, torch.device("cpu")), plans)
         batches = [loader.next_batch() for _ in range(7)][4:]
-        assert [step["micro_batches"] for step in run["steps"]] == [[{
-            "documents": [n for n in np.diff(batch.cu_seqlens).tolist() if n],
-            "token_ids": len({*batch.tokens.tolist()}),
-            "touched": {"bigram_embed": len({*batch.row_ids["bigram_embed"].tolist()})}, "candidates": 0}]
-            for batch in batches]
+        for step, batch, plan in zip(run["steps"], batches, plans[4:]):
+            made, tokens = [call[1:] for call in step["calls"]], len({*batch.tokens.tolist()})
+            touched = len({*batch.row_ids["bigram_embed"].tolist()})
+            earlier = sum(n * (n - 1) // 2 for n in np.diff(batch.cu_seqlens).tolist())
+            assert [n for name, *_, n in made if name == "embedding_grad"] == [tokens, touched], made
+            assert [n for name, *_, n in made if name == "pointer"] == [earlier]
+            assert ("adam_update" in {name for name, *_ in made}) == plan.adam

@@ -8,6 +8,7 @@ imported. A signal that the starting program has set to be ignored, as nohup doe
 """
 
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -207,11 +208,17 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
+    logging.disable(logging.ERROR)  # forty lines about a failure of which the trainer, or a line below, has told
     try:
         names = ",".join(signal.Signals(number).name for number in handled)
         main([f"--signals_to_handle={names}", *sys.argv[1:]])
     except SignalException as error:
+        print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        if code < 0:  # it has told nothing
+            reasons = {9: ": by hand, or no memory left", 6: ": after a collective timeout, because another one hangs"}
+            print(f"error: process {rank} was ended by signal {-code}{reasons.get(-code, '')}", file=sys.stderr)
         sys.exit(code if code > 0 else 128 - code)
