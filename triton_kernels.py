@@ -433,6 +433,8 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
     (tokens, D), N = upstream.shape, len(sorted_ids.ids)
     if N % tokens:
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
+    if len({x is None for x in (place, rows, count)}) > 1:
+        raise ValueError("embedding_grad: place, rows and count belong together")
     if (signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N:
         raise ValueError(f"embedding_grad: signs need a sign_id for each of the {N} ids")
     if sorted_ids.pieces is None or sorted_ids.pieces.shape != (5, N + 1):

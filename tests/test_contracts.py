@@ -68,8 +68,8 @@ def zeros(*shape, dtype=torch.float32):
 
 def codes_of(good):
     weight, x = good["weight"].to(BF16), good["x"]
-    projections = tk.Fp8Projections(lambda: [([0], weight[None])], 1.0)
-    return projections(0, tk.both_layouts(x, 1.0, tk.E4M3), projections.factored({0: torch.ones(())})[0])
+    x8, x8_t = tk.both_layouts(x, 1.0, tk.E4M3)
+    return tk.Fp8Projections(lambda: weight[None], 1.0).of_layers(torch.ones(1))[0]._replace(x8=x8, x8_t=x8_t)
 
 
 SQUARE, NARROW = zeros(8, 8), zeros(128, 64)
@@ -121,7 +121,8 @@ WORDS = [  # operation, what is changed in its good call, the message
           (dict(x8_t=zeros(256, 64).to(tk.E4M3)), r"x8_t must be .* got .* \(256, 64\)"),
           (dict(w8=zeros(64, 192).to(tk.E4M3).mT), r"w8 must be contiguous .* strides \(1, 192\)"),
           (dict(w8_t=zeros(64, 96).to(tk.E4M3)), r"w8_t must be .* got .* \(64, 96\)"))),
-    ("attention", lambda good: dict(x=good["x"][:40], ve=good["ve"][:40], codes=codes_of(good)),
+    ("attention", lambda good: (short := dict(x=good["x"][:40], ve=good["ve"][:40])) | dict(
+        codes=codes_of(good | short)),
      ".*multiples of 16 for codes, got 40 and "),
     ("Fp8Mlps", dict(x=zeros(8, 32, dtype=BF16)), r".*multiples of 16, got 8 and \(48, 32\)"),
     ("Fp8Mlps", dict(x=zeros(16, 48, dtype=BF16)), r"x must be .* shape \(16, 32\) .* got .* shape \(16, 48\)"),

@@ -48,7 +48,8 @@ def broken(op, how):
 
 
 @pytest.mark.parametrize("args", [
-    [], *(pytest.param(["--preset=short", "--vocab_size=50257", f"--model_dim={size.width}", f"--depth={size.layers}"],
+    [], *(pytest.param(["--preset=short", "--vocab_size=50257", f"--model_dim={size.width}", f"--depth={size.layers}",
+                   f"--num_heads={size.width // 128}"],
                        marks=gpu) for size in SIZES)])
 def test_kernels_pass(args, device):
     config, ops = setting(EVERY_KERNEL, *args, device=device)
