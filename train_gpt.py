@@ -94,7 +94,7 @@ class Layer:
     skip_from: Place = None  # first add a gated part of lane 0 before this earlier layer's MLP (PR 186)
     input_from: Place = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
     xsa: bool = False  # subtract a learned share of a head's output along the head's own value (PR 264, djdumpling)
-    dynamic: bool = False  # a network reads lane 0 and adds to factors until the next dynamic layer (PR 259, Lisennlp)
+    dynamic: bool = False  # a network adds to the factors from here to the next dynamic layer (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
     # Whether the layer adds the token embedding and the bigram embedding.
@@ -727,8 +727,8 @@ def steps_per_update(row, optim) -> int:
 
 
 def adam_betas(row, optim) -> tuple[float, float]:
-    """Decays of the first and the second moment of a parameter. A lazy table has no first moment. table_beta2 counts
-    updates of the tables; the head forgets as fast in tokens."""
+    """Decays of the first and the second moment of a parameter. A lazy table has no first moment. table_beta2 is
+    that of an update of the tables, after two steps; the head's decay is rescaled to forget as fast in tokens."""
     beta1, beta2 = row.betas
     beta2 = optim.table_beta2 ** (steps_per_update(row, optim) / 2) if beta2 is None else beta2
     return 0.0 if row.lazy and optim.lazy_tables else beta1, beta2
@@ -985,7 +985,8 @@ class GPT(nn.Module):
         del embeddings, e, gate, before, smeared  # what has a name takes memory
 
         def reader(i):
-            """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong answer costs time only."""
+            """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong guess costs time: `read`
+            then computes the norm again."""
             if i > last or layers[i].input_from is not None:
                 return None
             return by_attention if layers[i].attention else None if layers[i].embeds else by_mlp
@@ -1593,7 +1594,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices, shards)
         if (every := config.optim.adam_every) == 1:
-            log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f} but for tables, since"
+            log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f}, except for tables, since"
                      f" --adam_every={every}", console=False)
         facts, doubt = facts_of_run(config)
         for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):

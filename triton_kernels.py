@@ -551,9 +551,9 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that occurred since the last update, unchecked at most `most`. grad
-    (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of grad for each
-    row of the table, -1 without. Only places depend on the order of programs."""
+    """The gradients of a table (R, D) for the rows that occurred since the last update, at most `most`, which nothing
+    checks. grad (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of
+    grad for each row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
