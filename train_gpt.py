@@ -200,7 +200,10 @@ class Model:
 
     @property
     def mix_sizes(self) -> dict[int, int]:
-        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end."""
+        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end.
+
+        In the layer: of the embedding, the backout stream and lane 0, for the value embedding and for lane 0. At the
+        end: of these three, the first value embedding and the sources of skips."""
         sources = {layer.skip_from for layer in self.layers} - {None}
         return {place: size for i in self.layers_with("mix")
                 for place, size in ((i, 6), (len(self.layers), 4 + len(sources)))}
@@ -1006,7 +1009,7 @@ class GPT(nn.Module):
                 end = min([j for j in self.with_dynamic if j > i], default=last + 1)
                 places = [j for j in range(i, end) if layers[j].embeds]
                 rows = [[*factors[j, "x0"], *(factors[j, "bigram"] if j else [None])] for j in places]
-                if i == 0:  # later layers add n-grams before their MLPs
+                if i == 0:  # lane 0 begins with n-grams, a sum before those of `places`
                     rows, x0 = [[None, *factors[0, "bigram"]], *rows], lane0.x
                 (x0, ngram), sums = mix.add_later([x0, ngram], rows)
                 added.update(zip(reversed(places), reversed(sums)))
@@ -1716,7 +1719,7 @@ class Trainer:
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
                  shards=None, stop=None):
-        self.stop, self.agreed = stop or Stop(), 0  # a signal to this rank; the one after which all ranks end
+        self.stop, self.agreed = stop or Stop(), 0  # a signal to this rank; that of any rank, known a step later
         self.whole = None  # between two steps: (number of the next one, training time until now)
         self.shards = shards or run_shards(config)
         self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())

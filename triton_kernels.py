@@ -1485,7 +1485,8 @@ def x8_scale(D) -> float:
 
 
 def transposed(codes):
-    """A new tensor (N, M), the transpose of codes (M, N)."""
+    """A new tensor (N, M), the transpose of codes (M, N). --kernels does not choose for it: where the kernel is faulty,
+    the trial of FP8 also finds this, and FP8 is off."""
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
@@ -3230,8 +3231,9 @@ def _as_pieces(tensors, parts):
 
 
 class Mixed(NamedTuple):
-    """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed gets a gradient of
-    its own, which mix sums with the others."""
+    """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed takes one of READERS
+    tensors, whose gradients mix sums. Further uses share the last one; autograd sums their gradients, more slowly. So a
+    use costs nothing but time: to print the stream, take xs[0]."""
     xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
     normeds: list[Tensor] | None = None  # likewise (N, D)
