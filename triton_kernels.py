@@ -3231,9 +3231,9 @@ def _as_pieces(tensors, parts):
 
 
 class Mixed(NamedTuple):
-    """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed takes one of READERS
-    tensors, whose gradients mix sums. Further uses share the last one; autograd sums their gradients, more slowly. So a
-    use costs nothing but time: to print the stream, take xs[0]."""
+    """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed takes one of
+    READERS tensors, whose gradients mix sums. Further uses share the last one; autograd sums their gradients, more
+    slowly. So a use costs nothing but time: to print the stream, take xs[0]."""
     xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
     normeds: list[Tensor] | None = None  # likewise (N, D)
