@@ -70,6 +70,7 @@ for argument in "$@"; do
   esac
 done
 if [ -n "$help" ] && { [ $mode != train ] || [ $# = 1 ]; }; then usage; exit 0; fi
+
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=""
@@ -157,7 +158,7 @@ esac
 
 # --- Hardware and data ------------------------------------------------------------------------------------------------
 
-# The answer of some lines of Python. Ctrl-C ends it without a traceback.
+# Prints what some lines of Python print. Ctrl-C ends Python without a traceback.
 ask() { "$python" -c "from data.run.launch import allowed_cores, die_at_ctrl_c; die_at_ctrl_c()
 $1" "${@:2}"; }
 

@@ -437,7 +437,7 @@ def first_answer(argv) -> int | None:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
     if not re.search(r"^--(sample|resume|init_from)\b", "\n".join(argv), re.M):
-        make_config(read_values(argv, PRESETS), 1, PRESETS)
+        parse_config(argv)
     return None
 
 
@@ -1316,7 +1316,7 @@ class NorMuonAndAdam:
         banks, tables = ([each for each in self.sharded.values() if each.row.optim == optim]
                          for optim in ("normuon", "adam"))
         # The banks are updated last: the gathers of the tables then overlap with the orthogonalisation of the banks.
-        self.reduced, self.updated = [*banks, self.replicated, *tables], [self.replicated, *tables, *banks]
+        self.reduce_order, self.update_order = [*banks, self.replicated, *tables], [self.replicated, *tables, *banks]
 
     @torch.no_grad()
     def step_rows(self, plan, numbers):
@@ -1337,8 +1337,9 @@ class NorMuonAndAdam:
         numbers: `update_numbers` of the step; its values may be 0-D tensors on the GPU.
         """
         copies = self.copies if plan.tied else {}
-        reduced, updated = ({each.row.label: each for each in order if plan.updates(each.row)
-                             and each.row.label not in copies.values()} for order in (self.reduced, self.updated))
+        reduced, updated = (
+            {each.row.label: each for each in order if plan.updates(each.row) and each.row.label not in copies.values()}
+            for order in (self.reduce_order, self.update_order))
 
         # Phase 1: start the reductions. While tied, the gradient of the copy is added to that of its original.
         reductions = {}
@@ -1361,7 +1362,8 @@ class NorMuonAndAdam:
                 with trace_range(f"gather {name}"):
                     gathers[name] = each.gather(async_op=True)
 
-        # Phase 3: wait for the gathers. While tied, a copy then follows its original.
+        # Phase 3: wait for the gathers. While head and embedding are tied, the new head's transpose becomes the
+        # embedding.
         for name in updated:
             if name in gathers:
                 with trace_range(f"wait gather {name}"):
@@ -1370,7 +1372,7 @@ class NorMuonAndAdam:
                 self.follow(name)
         with trace_range("zero gradients"):
             # In place, because CUDA graphs add to this memory. update_rows zeroes the gradients of its tables.
-            torch._foreach_zero_([grad for each in self.reduced if plan.updates(each.row)
+            torch._foreach_zero_([grad for each in self.reduce_order if plan.updates(each.row)
                                   and each.touched is None for grad in each.grads])
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
             for key, part in self.sharded[name].state.items():
@@ -1389,7 +1391,7 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def drop_gradients(self):
         """Zero all gradients, without an update."""
-        torch._foreach_zero_([grad for each in self.reduced for grad in each.grads])
+        torch._foreach_zero_([grad for each in self.reduce_order for grad in each.grads])
         for few in (self.tables[label].few for label in self.of_rows):
             few.load(few.rows[:0], few.grad[:0])
 
@@ -1402,7 +1404,6 @@ class NorMuonAndAdam:
                 each.blend()
         for name in self.copies if plan.tied else ():
             self.follow(name)
-
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -1713,8 +1714,8 @@ class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
     sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with; profiler: class Profiler; shards: `run_shards` at the start; stop:
-    the Stop of `watch_signals`.
+    weights a new run begins with; profiler: class Profiler; shards: `run_shards` at the start; stop: the Stop of
+    `watch_signals`.
     """
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
@@ -1891,11 +1892,12 @@ class Trainer:
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             self.whole = step + 1, clock.seconds()
-            signal = torch.tensor(0)
+            signal = 0
             if self.rt.world > 1:  # tells all ranks of a signal to any of them: they end after the same step
                 signal = torch.full((), self.stop.number, device=self.rt.device)  # without a wait for the GPU
                 all_reduce(signal, self.rt, dist.ReduceOp.MAX)
-            step_loss, signal = (x.to("cpu", non_blocking=True) for x in (step_loss, signal))
+                signal = signal.to("cpu", non_blocking=True)
+            step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.log_losses(keep=1)  # the host stays at most two steps ahead
             self.losses.append((step, copied, step_loss, signal, clock.seconds()))

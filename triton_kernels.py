@@ -263,8 +263,9 @@ def _strided(x):
 # in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
 # At 49152 tokens update_rows takes 534 µs (the library: 1416).
-# A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory; see
-# FewRows. embedding_grad claims a place for a row when it first occurs; a counter of all programs numbers the places.
+# A table of n-grams (PR 360, devenpzak) has millions of rows. Gradients of all rows would not fit the memory, so
+# FewRows has those of the rows that occurred. embedding_grad claims a place for a row when it first occurs; a counter
+# of all programs numbers the places.
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
 # an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
@@ -1198,8 +1199,9 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if Scales is not None:
             acc *= scale
-        # The head of the lower and of the upper half of the columns; part 0, 1, 2: of q, k, v. Only tiles of q and k in
-        # narrow layers have two heads; with an odd H, one tile has the last of q and the first of k.
+        # (part, h) is the head of the lower half of the columns, (next_part, next_h) that of the upper half. Part 0 is
+        # q, 1 is k, 2 is v. Only tiles of q and k in narrow layers have two heads. With an odd H, one tile has the last
+        # head of q and the first head of k.
         if NARROW:
             part = tl.minimum(2 * tile // H, 2)
             h = tl.where(part == 2, tile - H, 2 * tile % H)

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import textwrap
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 
 from data.run import start
 from data.run.config import with_knobs
@@ -66,9 +66,10 @@ def check_table(config, world, models, fit, rows_open, show) -> int:
                 size = str(error), False
             more["size"] = lambda *run: size
         config = choose_kernels(config, device)[0]
-        config = fit_memory(config, device, world, rows_open)
-    wanted = config
-    more["memory"] = lambda *run: start.check_memory(fit_memory(wanted, find_device(wanted), world, rows_open), world)
+    fitted = cache(lambda: fit_memory(wanted, find_device(wanted), world, rows_open))
+    wanted, more["memory"] = config, lambda *run: start.check_memory(fitted(), world)
+    with suppress(UserError):
+        config = fitted()
     config = with_knobs(config, micro_batches=config.system.micro_batches or world)  # the other checks need a number
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine reads the shards
         more |= {"training data": partial(with_shards, start.survey_training_data, "train"),

@@ -71,8 +71,8 @@ MACHINE = {
     "python": r"Running Python (\S+)", "torch": r"Running [Pp]y[Tt]orch (\S+)", "cuda": r"compiled for CUDA (\S+)",
     "triton": r"Running Triton version (\S+)", "driver": r"Driver Version: (\S+)"}
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
-# The public logs have the loss and the time of a step on one line; their logs of 2024 have nan for the average of the
-# first steps. Our two lines of a step are read as one.
+# The public logs have the loss and the time of a step on one line. Public logs of 2024 have nan as the average of the
+# first steps. Our logs have two lines for a step, which read_run joins.
 STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|nan|inf))?"
                   r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)")
 TWO_LINES = re.compile(r"(step:\d+/\d+)( \w+_loss:\S+)\n\1( train_time:\d+ms step_avg:\S+)$", re.M)
@@ -211,8 +211,8 @@ def spans(run: Run) -> dict[str, tuple[int, int]]:
     """{part of the run: (first step, step after the last)}."""
     first = max(1, min(FIRST_STEPS, run.total // 10))
     parts = {"first steps": (0, first), "later steps": (first, run.total)}
-    # This computes from a log what stage_starts in data/run/length.py computes. The public logs lack stages. Our older
-    # logs lack the shares: the last stage had no scheduled steps, and the others had equal shares.
+    # stage_starts in data/run/length.py computes the stages from a config; here they come from a log. The public logs
+    # lack stages. Our older logs lack the shares: the last stage had no scheduled steps, the others had equal shares.
     count = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts)
     shares = [float(run.facts.get(f"stage{i}.share", i < count)) for i in range(1, count + 1)]
     *sums, whole = accumulate(shares, initial=0)

@@ -144,7 +144,7 @@ def calls(trainer, plan, batches):
         yield from [("quantise_weights", D * V)] * head.fp8
         yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * plan.tied
     if plan.tables:
-        # A lower bound: this rank's share of the rows that the last micro-batch touched.
+        # This counts too little: only the rows that the last micro-batch touched, and of these this rank's share.
         rows = {"value_embeds": (tables - 1) * token_ids, **touched}
         for label, state in optimizer.state.items():
             if label in optimizer.of_rows or "last" in state:

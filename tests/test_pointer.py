@@ -1,5 +1,6 @@
 """The pointer head against the fp64 code of oracles.py: kernels compiled on a GPU, in Triton's interpreter without one.
-Operands lie in buffers of NaN, integers between others that must not be read, and torch.empty returns NaN."""
+Each operand lies inside a buffer of NaN. Integers lie between integers that no kernel may read. torch.empty returns
+NaN."""
 
 import dataclasses
 import itertools

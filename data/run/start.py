@@ -197,11 +197,16 @@ def checks_of(config, **more) -> dict:
             "caches": check_caches, "disk": check_disk, "memory": check_memory} | more | last
 
 
-def check_start(config, world, rows_open):
+def settle(config, device, world, rows_open):
     """The config with the fp8, the number of micro-batches and, if `rows_open`, the number of n-gram embeddings that
-    suit the device. Raises UserError for what would stop the run later; warns about what might."""
-    wanted, device = config.data.val_tokens, find_device(config)
-    config = fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
+    suit the device."""
+    return fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
+
+
+def check_start(config, world, rows_open):
+    """The config, settled. Raises UserError for what would stop the run later; warns about what might."""
+    wanted = config.data.val_tokens
+    config = settle(config, find_device(config), world, rows_open)
     found = [check(config, world) for check in checks_of(config).values()]
     if config.system.resume:
         compare_shards(load_checkpoint(config.system.resume), config, run_shards(config))
@@ -219,8 +224,7 @@ def fit_size(schedule, parse, world, gpu, device):
 
     schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config."""
     def fits(size):
-        config = fit_memory(choose_kernels(parse(size, gpu), device)[0], device, world, False)
-        return memory_report(config, device, world)[1]
+        return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
     tokens, time = total_tokens(schedule), 60 * schedule.minutes
     ranked = rank_sizes(time or best_seconds(tokens, gpu, world), gpu, world)

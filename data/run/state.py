@@ -176,7 +176,8 @@ def whole_state(optimizer) -> dict:
     full, rt = {}, optimizer.rt
     for label, param in optimizer.params.items():
         sharded = optimizer.sharded.get(label)
-        tensors = {key: join_parts(sharded, part) if sharded else part for key, part in optimizer.state[label].items()}
+        tensors = {key: join_parts(sharded, part) if sharded else part.clone()
+                   for key, part in optimizer.state[label].items()}
         if label in optimizer.of_rows:
             few = optimizer.tables[label].few
             counts = [int(few.count[0])] * rt.world
@@ -191,7 +192,7 @@ def whole_state(optimizer) -> dict:
             if rt.world > 1:
                 dist.all_reduce(grad, op=dist.ReduceOp.AVG)
             tensors |= {"grad": grad} if grad.any() else {}
-        full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if rt.rank == 0}
+        full[label] = {key: x.cpu() for key, x in tensors.items() if rt.rank == 0}
     return full
 
 
