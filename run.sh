@@ -23,9 +23,14 @@ usage() {
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
                               train N times for each label, in turn (A B A B), then compare the finished runs;
                               arguments before the first label are for all labels; seeds count from --seed=S (1),
-                              the same for all labels; a failure or Ctrl-C ends the series
+                              the same for all labels; a run that fails ends alone, Ctrl-C ends the series
+./run.sh --repeat N --key=value,value,... [--key=value ...]
+                              the same for each value of the key, or for all combinations of the values of several
     --parallel                one run per GPU at a time; the labels take turns on every GPU
     --exchange=SHORT,LONG     two labels of different length; the comparison says what a change is worth in tokens
+./run.sh --race [--minutes=1] [--key=value ...]
+                              record 74's settings and ours, trained for the same minutes on the GPUs of this machine:
+                              how long each takes to the same loss
 ./run.sh --rerun LOG [--key=value ...]
                               train again with the source and the settings of a log, on the data of this machine,
                               and compare the losses; this executes the code in the log
@@ -52,6 +57,7 @@ END
 mode=train
 case "${1:-}" in
   test | data) mode=$1; shift ;;
+  plan) mode=plan; shift; exec 3>&1 >&2 ;;  # as data; records/repeat.py reads how the run would start
   --rerun) mode=rerun; shift ;;
   --rerun=*) mode=rerun log=${1#*=}; shift; set -- "$log" "$@" ;;
   [!-]*) die "'$1' is no command: write test, data or --key=value (see ./run.sh --help)" ;;
@@ -65,7 +71,7 @@ for argument in "$@"; do
     --preset=*) preset=${argument#*=} ;;
     --train_files=* | --check) data=given ;;  # a check downloads nothing
     --resume=?* | --init_from=?*) checkpoint=yes data=given ;;  # an empty value, as in a log, means none
-    --repeat | --repeat=*) [ $mode != train ] || mode=repeat ;;
+    --repeat | --repeat=* | --race) [ $mode != train ] || mode=repeat ;;
     -h) help=yes ;;
   esac
 done
@@ -222,7 +228,10 @@ case "$data$preset" in
       [ "$shards" = 0 ] || has_shards "$shards" || "$python" data/prepare.py fineweb --shards "$shards"
     fi ;;
 esac
-[ $mode != data ] || exit 0
+case $mode in
+  plan) printf '%s\0' "$procs" "${OMP_NUM_THREADS:-}" "$@" >&3; exit ;;
+  data) exit ;;
+esac
 [ "$procs" != 1 ] || exec "$python" train_gpt.py "$@"
 
 # This starts the torchrun of this Python; the torchrun on PATH may belong to another Python. Without --local_addr it

@@ -58,10 +58,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 from data import require_packages
 from data.run.config import Bounds, check_row, help_page, left_open, make_config, read_values
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import momentum_steps, stage_starts
+from data.run.length import in_steps, momentum_steps, stage_starts
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
-    require_finite, run_program, told)
+    require_finite, run_program, serve, told)
 
 if __name__ == "__main__":
     open_outputs()
@@ -307,7 +307,7 @@ class System:
     device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
     seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
     micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
-    val_every: Whole = 250  # steps between validations (0: one at the end)
+    val_every: Period = 250  # steps between validations, or below 1 a part of the run; 0: one at the end
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
@@ -432,11 +432,11 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
 def first_answer(argv) -> int | None:
     """The exit status of --help. None: the run needs PyTorch, whose import takes seconds. Raises UserError for
-    arguments that no run accepts; those that need a checkpoint are read later."""
+    arguments that no run accepts; those that need a checkpoint, or come to `serve`, are read later."""
     if {"--help", "-h"} & {*argv}:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
-    if not re.search(r"^--(sample|resume|init_from)\b", "\n".join(argv), re.M):
+    if not re.search(r"^(-$|--(sample|resume|init_from)\b)", "\n".join(argv), re.M):
         parse_config(argv)
     return None
 
@@ -470,8 +470,6 @@ from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
 from data.shards import inspect_all, run_shards
 from data.tokenizer import normalised_ids, text_codec
-
-IMPORT_SECONDS = time.perf_counter() - started
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -1513,9 +1511,12 @@ def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
     return config, model, attention_settings(config, device, model.dtype)[-1]
 
 
-def main(argv) -> int:
-    """Train, or do what --help, --check or --sample asks for; returns the exit status."""
-    watch = Stopwatch(IMPORT_SECONDS)
+def main(argv, began=started) -> int:
+    """Train, or do what --help, --check or --sample asks for; returns the exit status. With - as the first argument, do
+    the runs that records/repeat.py sends."""
+    if argv[:1] == ["-"]:
+        return serve(main)
+    watch = Stopwatch(began)
     if {"--help", "-h"} & {*argv}:
         return first_answer(argv)
     rank = local = 0
@@ -1629,7 +1630,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
             require_codes(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
-            restart_with_more_micro_batches(config, rt.device)
+            restart_with_more_micro_batches(argv, config, rt.device)
         raise
     if resumed:
         load(trainer, resumed)
@@ -1641,7 +1642,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
         log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
-    phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
+    phases = {"setup": ready - watch.began, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     trainer.update_graphs.drop()
     phases |= clock.paused_seconds
@@ -1662,7 +1663,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
             log.line("sample:\n" + "".join(takewhile(lambda _: not stop.number, text)))
         except Exception as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
-    spent, gpus = time.perf_counter() - started, rt.world if rt.device.type == "cuda" else 0
+    spent, gpus = time.perf_counter() - watch.began, rt.world if rt.device.type == "cuda" else 0
     phases |= {"total": trainer.seconds_before + spent, "gpu": gpus * spent}  # gpu: of all ranks
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in phases.items()}
@@ -1851,6 +1852,7 @@ class Trainer:
         """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
+        val_every = in_steps(system.val_every, self.total)
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1864,7 +1866,7 @@ class Trainer:
                     self.profiler.stop()
             last = step == self.total
             stops = not last and (self.agreed if self.rt.world > 1 else self.stop.number)
-            validates = last or not stops and system.val_every and step % system.val_every == 0
+            validates = last or not stops and val_every and step % val_every == 0
             saves = self.first_step < step < self.total and (
                 system.save or system.save_every if stops else system.save_every and step % system.save_every == 0)
             if last and self.config.optim.average_blend:

@@ -2,15 +2,21 @@
 
     ./run.sh --repeat 3 --label base --label low --muon_lr=0.02               six runs, seeds 1, 2, 3, one by one
     ./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02    eight runs, one per GPU at a time
+    ./run.sh --repeat 3 --muon_lr=.02,.023,.026                               nine runs: a search over a knob's values
+    ./run.sh --race --minutes=1                                               record 74's settings against ours
 
-Each run is a ./run.sh of its own. The labels take turns, so that machine drift cancels; with --parallel also on every
-GPU, which does its runs in order. Needs only Python's standard library.
+The labels take turns, so that machine drift cancels; with --parallel also on every GPU, which does its runs in order.
+The runs of a GPU, or of a CPU, share one process, which starts once (`serve` in data/run/program.py). A run of several
+processes, and a run after a failed one, starts its own. A run that fails ends alone. The logs are those that processes
+of their own would have written. Needs only Python's standard library.
 """
 
+import json
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,12 +26,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product, takewhile
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.program import ROOT, UserError, run_program, user_path
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
+VALUES = re.compile(r"--([\w.]+)=((?:true|false|none|[-+.\de]+)(?:,(?:true|false|none|[-+.\de]+))+)", re.ASCII)
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+RACE = {"record74": ["--preset=record74"], "ours": ["--preset=short"]}
 
 
 def say(text, before=""):
@@ -34,23 +44,53 @@ def say(text, before=""):
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 
+class Series(NamedTuple):
+    """What to train: so many runs of each label, with seeds from `first` on, and the trainer's arguments of a label."""
+
+    times: int
+    first: int
+    exchange: str
+    parallel: bool
+    race: bool
+    labels: dict[str, list[str]]
+
+
 def joined(argv) -> list[str]:
     """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/config.py would merge the labels'
     settings."""
     arguments = []
     for argument in argv:
         key = arguments[-1] if arguments else ""
-        if re.fullmatch(r"--[\w.]+", key) and key != "--parallel" and not argument.startswith("--"):
+        if (re.fullmatch(r"--[\w.]+", key) and key not in ("--parallel", "--race")
+                and not argument.startswith("--")):
             arguments[-1] = f"{key}={argument}"
         else:
             arguments.append(argument)
     return arguments
 
 
-def parse(argv):
-    """(runs of each label, first seed, --exchange or "", whether --parallel, label -> the trainer's arguments)"""
+def search(arguments) -> dict[str, list[str]]:
+    """{label: arguments} of all combinations of the values of knobs that take one number each, but have several. Two or
+    more knobs of two values each get signed labels: compare.py has a table of their effects."""
+    code = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("train_gpt.py", "data/run/config.py"))
+    tuples = {*re.findall(r"^    (\w+): tuple\[", code, re.M)}
+    lists = {argument: [match[1], match[2].split(",")] for argument in arguments
+             if (match := VALUES.fullmatch(argument)) and match[1].split(".")[-1] not in tuples}
+    rest = [argument for argument in arguments if argument not in lists]
+    signed = len(lists) > 1 and all(len(values) == 2 for _, values in lists.values())
+    labels = {}
+    for choice in product(*([(key, i, value) for i, value in enumerate(values)] for key, values in lists.values())):
+        name = "".join(f"{'-+'[i]}{key.replace('.', '_')}" if signed else f"_{key}_{value}" for key, i, value in choice)
+        labels[name.removeprefix("_")] = rest + [f"--{key}={value}" for key, _, value in choice]
+    if signed:
+        say("search: " + ", ".join(f"+{key} is {more}, -{key} {less}" for key, (less, more) in lists.values()))
+    return labels if lists else {}
+
+
+def parse(argv) -> Series:
     given, labels = {"--repeat": "", "--exchange": "", "--seed": ""}, {}
-    common = own = ["--log_dir=logs"]
+    race = "--race" in argv
+    common = own = ["--log_dir=logs", *["--minutes=1", "--val_every=.05"] * race]
     for argument in joined(argv):
         key, _, value = argument.partition("=")
         if key == "--seed" and given[key]:
@@ -61,6 +101,8 @@ def parse(argv):
             given[key] = value
         elif key == "--run_label":
             raise UserError(f"{argument}: with --repeat it is --label that names the runs")
+        elif race and key in ("--label", "--preset"):
+            raise UserError(f"{argument}: --race has its own two; --repeat and labels compare others")
         elif key == "--label":
             if not LABEL.fullmatch(value):
                 raise UserError(f"--label '{value}': write a name of letters, digits and _ . + -, or signed factors"
@@ -68,18 +110,19 @@ def parse(argv):
             if value in labels:
                 raise UserError(f"--label {value}: there is one already")
             own = labels[value] = []
-        elif argument != "--parallel":
+        elif argument not in ("--parallel", "--race"):
             own.append(argument)
     times, exchange, seed = given.values()
-    if not re.fullmatch("[1-9][0-9]*", times):
+    if not re.fullmatch("[1-9][0-9]*", times := times or "1" * race):
         raise UserError(f"--repeat '{times}': write how many runs of each label, 1 or more")
+    labels = {label: common + own for label, own in (RACE if race else labels).items()} or search(common)
     if not labels:
-        raise UserError("--label and a name for the runs are missing")
+        raise UserError("--label and a name for the runs are missing, or several values for a knob"
+                        " (--muon_lr=.02,.023)")
     if exchange and (exchange.count(",") != 1 or len(labels.keys() & {*exchange.split(",")}) != 2):
         raise UserError(f"--exchange={exchange}: write two of the labels with a comma between them"
                         f" ({', '.join(labels)})")
-    arguments = {label: common + own for label, own in labels.items()}
-    return int(times), int(seed or 1), exchange, "--parallel" in argv, arguments
+    return Series(int(times), int(seed or 1), exchange, "--parallel" in argv, race, labels)
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -101,42 +144,90 @@ def environment(gpu) -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NPROC": "1"}
 
 
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+class Start(NamedTuple):
+    """How the runs of a label start, from `./run.sh plan`, which has also fetched the data."""
+
+    status: int
+    processes: str = ""
+    threads: str = ""  # OMP_NUM_THREADS; "": not set
+    arguments: tuple = ()  # with the preset that run.sh chooses
+
+    # Runs of one kind can share a process; "": none can.
+    kind = property(lambda self: self.processes == "1" and f"{self.threads} {'cpu' in ' '.join(self.arguments)}")
+
+
+def plan(arguments, env) -> Start:
+    done = subprocess.run(["./run.sh", "plan", *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, encoding="utf-8")
+    if done.returncode:
+        return Start(done.returncode)
+    processes, threads, *words = done.stdout.split("\0")[:-1]
+    return Start(0, processes, threads, tuple(words))
+
+
+class Process:
+    """One process for many runs or, for a Start without a kind, a ./run.sh for one. quiet: it prints nothing, and has
+    its own process group."""
+
+    def __init__(self, start, arguments, env, quiet):
+        ours, theirs = socket.socketpair()
+        self.kind, self.socket, self.errors, self.read = start.kind, ours, tempfile.TemporaryFile(), 0
+        env = (env or os.environ) | ({"OMP_NUM_THREADS": start.threads} if start.threads else {})
+        null = subprocess.DEVNULL
+        options = dict(start_new_session=True, stdin=null, stdout=null, stderr=self.errors) if quiet else {}
+        command = ["./run.sh", *arguments]
+        if self.kind:
+            command, options["stdin"] = [sys.executable, "train_gpt.py", "-", *arguments], theirs
+        with theirs:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, **options)
+
+    def do(self, arguments) -> int:
+        """Does a run; returns its exit status. Another status than 0 is also that of the process."""
+        if self.kind:
+            with suppress(OSError):  # the process has ended
+                self.socket.sendall(json.dumps(arguments).encode() + b"\n")
+                if self.socket.recv(1):
+                    return 0
+        return self.process.wait()
+
+    def said(self) -> str:
+        """What a quiet process has written on stderr since the last call."""
+        text = os.pread(self.errors.fileno(), 2**20, self.read)
+        self.read += len(text)
+        return text.decode(errors="replace")
+
+    def stop(self):
+        with suppress(ProcessLookupError):
+            if self.process.returncode is None:
+                os.killpg(self.process.pid, signal.SIGTERM)
+
+    def close(self):
+        self.socket.close()  # the process ends
+        self.process.wait()
+
+
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class Run:
     label: str
     seed: int
-    arguments: list[str]
     title: str
     gpu: int  # index in the list of GPUs
-    process: subprocess.Popen | None = None  # set when the run has started
     log: Path | None = None  # set when the run has finished
 
-    def stop(self):
-        """Ends the processes of a parallel run, if they run."""
-        if self.process and self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGTERM)
+    def arguments(self, words):
+        return [f"--run_label={self.label}", f"--seed={self.seed}", *words]
 
-    def execute(self, env, caught) -> int:
-        """Does the run, finds its log and says how it ended; returns the exit status, 0 if a signal was `caught`.
-
-        With `env` the run is parallel: it has its own process group, and prints nothing but, if it fails, its stderr.
-        """
-        folder = user_path([word.partition("=")[2] for word in self.arguments if word.startswith("--log_dir=")][-1])
-        before, null, results = set((ROOT / folder).glob("*.txt")), subprocess.DEVNULL, []
-        command = ["./run.sh", f"--run_label={self.label}", f"--seed={self.seed}", *self.arguments]
-        with tempfile.TemporaryFile() as errors:
-            options = dict(env=env, start_new_session=True, stdin=null, stdout=null, stderr=errors) if env else {}
-            say(self.title)
-            self.process = subprocess.Popen(command, cwd=ROOT, **options)
-            if caught and env:
-                self.stop()
-            code = self.process.wait()
-            errors.seek(0)
-            said = errors.read().decode(errors="replace")
-        time.sleep(0.1)  # a signal that ended the run has then also reached this process
+    def execute(self, process, words, quiet, caught) -> int:
+        """Does the run, finds its log and says how it ended; returns the exit status, 0 if a signal was `caught`. A
+        quiet run prints nothing but, if it fails, its stderr."""
+        folder = user_path([word.partition("=")[2] for word in words if word.startswith("--log_dir=")][-1])
+        before, results = set((ROOT / folder).glob("*.txt")), []
+        code = process.do(self.arguments(words))
+        said = process.said()
+        time.sleep(0.1 * bool(code))  # a signal that ended the run has then also reached this process
         for path in set((ROOT / folder).glob("*.txt")) - before if code == 0 else ():
             text = path.read_text(encoding="utf-8", errors="replace")  # another program may train other seeds of it
             started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
@@ -144,7 +235,7 @@ class Run:
                 self.log = folder / path.name
                 results = re.findall(r"^((?:final_val_loss|train_seconds): .*)$", text, re.M)
         if self.log or caught:
-            if env:
+            if quiet:
                 say(f"{self.title}: {', '.join(results) or 'stopped'}")
             return 0
         code = 128 - code if code < 0 else code
@@ -152,55 +243,105 @@ class Run:
         return code or 1
 
 
-def train(runs, gpus, caught) -> int:
-    """Does all runs, until one fails or a signal is `caught`; returns the exit status. gpus: of --parallel, or []."""
-    statuses = []
+def code_of_trainer() -> list[bytes]:
+    return [path.read_bytes() for path in sorted([*ROOT.glob("*.py"), *(ROOT / "data").rglob("*.py")])]
+
+
+def train(runs, starts, gpus, caught, processes) -> int:
+    """Does all runs, until a signal is `caught`; returns the exit status. starts: {label: Start}; gpus: of --parallel,
+    or []; processes: gets those that are started."""
+    code, statuses = code_of_trainer(), [start.status for start in starts.values()]
 
     def work(index):
+        process, env = None, environment(gpus[index]) if gpus else None
         for run in runs:
-            if run.gpu == index and not (caught or any(statuses)):
-                statuses.append(run.execute(environment(gpus[index]) if gpus else None, caught))
+            start = starts[run.label]
+            if caught or run.gpu != index or start.status:
+                continue
+            if code_of_trainer() != code:
+                say(f"{run.title}: does not start, as somebody has edited the code since the series began")
+                statuses.append(1)
+                continue
+            if process and (process.process.poll() is not None or process.kind != start.kind):
+                process = process.close()
+            if not process:
+                process = Process(start, run.arguments(start.arguments), env, quiet=bool(gpus))
+                processes.append(process)
+            say(run.title)
+            if caught and gpus:
+                process.stop()
+            statuses.append(run.execute(process, start.arguments, bool(gpus), caught))
+        if process:
+            process.close()
 
     with ThreadPoolExecutor(len(gpus) or 1) as pool:
         list(pool.map(work, range(len(gpus) or 1)))
     return 130 if caught else next(filter(None, statuses), 0)
 
 
+def report_race(logs) -> str:
+    """A picture, a table and a line: how long record 74's settings and ours take to the loss at which the slower ends.
+    logs: label=path of the finished runs."""
+    from records import compare
+
+    groups = compare.read_groups(logs)
+    picture = ROOT / Path(logs[-1].partition("=")[2]).with_suffix(".svg")
+    compare.plot(picture, groups, None)
+    rows, ratios = [["seed", *(f"{label}, {what}" for label in groups for what in ("s", "loss")), "equal loss",
+                     *(f"{label}, s to it" for label in groups), "ratio"]], []
+    for pair in zip(*([run for run in group if run.finished] for group in groups.values())):
+        goal = max(run.loss for run in pair)
+        base, ours = (compare.seconds_to(run, goal) for run in pair)
+        ratios.append(ours / base)
+        rows.append([pair[0].facts["seed"], *(f"{x:.{n}f}" for run in pair for x, n in ((run.time, 1), (run.loss, 4))),
+                     f"{goal:.4f}", f"{base:.1f}", f"{ours:.1f}", f"{ratios[-1]:.3f}"])
+    facts = groups["ours"][0].facts
+    return "\n".join([compare.table(rows, False), f"picture: {picture.relative_to(ROOT)}",
+                      f"--preset=record74 and --preset=short trained for the same time, one after the other, on"
+                      f" {facts['gpus']} and the same data ({facts['train_files']}): ours takes {mean(ratios):.3f} of"
+                      f" record 74's time to the loss at which the slower one ends (n = {len(ratios)})"])
+
+
 def main(argv) -> int:
-    times, first, exchange, parallel, labels = parse(argv)
-    caught, runs = [], []
+    series = parse(argv)
+    caught, runs, processes = [], [], []
 
     def stop(number, frame):
         """A single run gets Ctrl-C from the terminal, as this process does."""
         caught.append(number)
-        for run in runs if parallel else ():
-            run.stop()
+        for process in processes if series.parallel else ():
+            process.stop()
 
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
-    gpus = visible_gpus() if parallel else []
-    if parallel and not gpus:
+    gpus = visible_gpus() if series.parallel or series.race else []
+    if series.race and not gpus:
+        raise UserError("--race needs a GPU: a CPU would train record 74's model for days; try ./run.sh --preset=cpu")
+    if series.parallel and not gpus:
         raise UserError("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel"
                         " out")
-    for k, (i, label) in enumerate(product(range(times), labels)):
+    gpus = gpus * series.parallel
+    for k, (i, label) in enumerate(product(range(series.times), series.labels)):
         # One GPU further whenever the first label would return to the first GPU.
-        index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
-        title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
-        runs.append(Run(label, first + i, labels[label], title, index))
-    status = 0
-    for arguments in labels.values() if gpus else ():  # runs that start together would all fetch the data
-        command = ["./run.sh", "data", *arguments]
-        status = status or subprocess.call(command, cwd=ROOT, env=environment(gpus[0]))
-    if caught or not status:
-        status = train(runs, gpus, caught)
+        index = (k + k // math.lcm(len(series.labels), len(gpus))) % len(gpus) if gpus else 0
+        title = (f"{label}, run {i + 1} of {series.times}, seed {series.first + i}"
+                 + (f", GPU {gpus[index]}" if gpus else ""))
+        runs.append(Run(label, series.first + i, title, index))
+    env = environment(gpus[0]) if gpus else None  # one label after the other: each may fetch data
+    starts = {label: plan(words, env) for label, words in series.labels.items()}
+    status = train(runs, starts, gpus, caught, processes)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.
-    finished = [run for label in labels for run in runs if run.label == label and run.log]
+    finished = [run for label in series.labels for run in runs if run.label == label and run.log]
     if not finished:
         return status
-    logs = [f"{run.label}={run.log}" for run in finished]
-    both = exchange and {run.label for run in finished}.issuperset(exchange.split(","))
-    command = [sys.executable, "records/compare.py", *[f"--exchange={exchange}"] * bool(both), "--", *logs]
+    logs, labels = [f"{run.label}={run.log}" for run in finished], {run.label for run in finished}
+    if series.race:
+        if len(labels) == 2:
+            print(report_race(logs), flush=True)
+        return status
+    both = series.exchange and labels.issuperset(series.exchange.split(","))
+    command = [sys.executable, "records/compare.py", *[f"--exchange={series.exchange}"] * bool(both), "--", *logs]
     return subprocess.call(command, cwd=ROOT) or status
 
 

@@ -432,7 +432,7 @@ def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches
     commands, gpus.free, gpus.own = [], free, free - 600
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-2:]))
     config = T.parse_config(["--preset=short", "--micro_batches=1", "--ngram_rows=5e5,5e5"])
-    restart_with_more_micro_batches(config, GPU)
+    restart_with_more_micro_batches([], config, GPU)
     assert commands == [[f"--micro_batches={micro_batches}", "--ngram_rows=500000.0,500000.0"]]
 
 

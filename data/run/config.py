@@ -19,7 +19,8 @@ from collections import deque
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from data import NGRAM_FACTORS
-from data.run.length import FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, momentum_steps, stage_starts
+from data.run.length import (
+    FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, in_steps, momentum_steps, stage_starts)
 from data.run.program import UserError
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
@@ -475,7 +476,7 @@ def faults(config, world, first_step):
     # steps, so the two may share one step.
     yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
            f"{warmup} and {cooldown} steps, but the run has only {total}")
-    steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)
+    steps, pauses = system.profiled, (in_steps(system.val_every, total) or total, system.save_every or total)
     yield steps.stop > total, "profile", f"the run has steps 0 to {total - 1}"
     yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
         "a validation or a checkpoint comes in between; take other steps, or change"

@@ -53,18 +53,28 @@ class Stopped(Exception):
 
 class Stop:
     """number: the first of STOPPING that has come, or 0; the run is then to end after its step. waits: whether the run
-    looks at it; before that, a signal ends the process at once."""
+    looks at it; before that, a signal ends the process at once. say, is_over: see `watch_signals`."""
 
     number, waits = 0, False
+
+    def __init__(self, say=print, is_over=lambda: False):
+        self.say, self.is_over = say, is_over
+
+
+stop = None  # the Stop of the run of this process, once signals are watched
 
 
 def watch_signals(say, is_over=lambda: False) -> Stop:
     """From now on, signals end the run, even while the main thread waits for another process. Returns a Stop, by which
     the run ends after its step. It ends at once, after `say(number)`, at Ctrl-C, at a second SIGTERM, when `is_over()`,
     and before the run looks at the Stop. The same signal within a second is no second one: a scheduler may send it to
-    torchrun, which passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before."""
-    stop, first = Stop(), {}
+    torchrun, which passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before. The next run
+    of a process watches anew."""
+    global stop
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler or sys.platform == "win32":
+        return Stop()
+    watching, stop, first = stop, Stop(say, is_over), {}
+    if watching:
         return stop
     numbers = are_default((signal.SIGINT, *STOPPING))
     read, write = os.pipe()
@@ -72,13 +82,14 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
 
     def is_patient(number):
         again = time.monotonic() - first.setdefault(number, time.monotonic()) > 1
-        return stop.waits and number != signal.SIGINT and not (again and number == signal.SIGTERM) and not is_over()
+        return (stop.waits and number != signal.SIGINT and not (again and number == signal.SIGTERM)
+                and not stop.is_over())
 
     def wait():
         while (number := os.read(read, 1)[0]) not in numbers or is_patient(number):
             if number in numbers:  # else it has a handler of its own
                 stop.number = stop.number or number
-        speaker = threading.Thread(target=say, args=[number], daemon=True)
+        speaker = threading.Thread(target=stop.say, args=[number], daemon=True)
         speaker.start()
         speaker.join(2)  # it hangs if the main thread waits for a full pipe
         os._exit(128 + number)

@@ -78,10 +78,15 @@ def total_tokens(schedule) -> int:
     return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
 
 
+def in_steps(period, total) -> int:
+    """A number of steps, which below 1 is given as a part of the `total`."""
+    return int(period) if period >= 1 else round(period * total)
+
+
 def momentum_steps(schedule) -> tuple[int, int]:
     """Number of steps of the warm-up and of the cool-down of Muon's momentum."""
     total = stage_starts(schedule)[-1]
-    return tuple(round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
+    return tuple(in_steps(x, total) for x in (schedule.muon_warmup, schedule.muon_cooldown))
 
 
 def with_steps(schedule, costs, budget, extension=None):

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -23,7 +22,7 @@ import torch
 
 from data.run.config import flatten, read_arguments, render
 from data.run.machine import PATHS, of_rank_0
-from data.run.program import ROOT, UserError, user_error, user_path
+from data.run.program import ROOT, UserError, own_modules, user_error, user_path
 from data.shards import data_root
 
 
@@ -129,11 +128,11 @@ class Log:
 
 
 class Stopwatch(dict):
-    """{phase of the start: seconds}, in order."""
+    """{phase of the start: seconds}, in order. began: `time.perf_counter` at the start of the run."""
 
-    def __init__(self, import_seconds):
-        self.last = time.perf_counter()
-        self["imports"] = import_seconds
+    def __init__(self, began):
+        self.began = self.last = began
+        self.lap("imports")
 
     def lap(self, phase):
         """Set `phase` to the time since the last call."""
@@ -171,17 +170,10 @@ def trace_mark(name):
 
 
 def loaded_sources() -> dict[str, str]:
-    """{path: text} of train_gpt.py, then of every other loaded module of this repository. Skips Python's own modules
-    and installed packages, which an environment inside the repository brings. Raises UserError where the code of the
-    trainer is missing: no log and no other rank could tell what ran."""
-    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
-    places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
-    files = {Path(file).resolve() for module in [*sys.modules.values()]
-             if (file := getattr(module, "__dict__", {}).get("__file__"))}
-    own = sorted(file.relative_to(ROOT) for file in files if file.suffix == ".py" and file.is_relative_to(ROOT)
-                 and not any(map(file.is_relative_to, places)))
-    own = [file for file in own if not {"site-packages", "dist-packages"} & {*file.parts}]
-    sources = {file.as_posix(): (ROOT / file).read_text(encoding="utf-8") for file in [Path("train_gpt.py"), *own]}
+    """{path: text} of train_gpt.py, then of every other loaded module of this repository. Raises UserError where the
+    code of the trainer is missing: no log and no other rank could tell what ran."""
+    files = ["train_gpt.py", *sorted({*own_modules().values()})]
+    sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in files}
     if missing := [name for name in ("triton_kernels.py", "data/loader.py") if name not in sources]:
         raise UserError(f"{' and '.join(missing)} of this run lie outside {ROOT}, so no log could hold its code: copy"
                         " the whole project into one folder, without links")

@@ -141,7 +141,7 @@ def fit_memory(config, device, world, rows_open):
     return config
 
 
-def restart_with_more_micro_batches(config, device):
+def restart_with_more_micro_batches(argv, config, device):
     """Start this process again, with at least twice as many micro-batches, and as many as the memory requires now. The
     estimate of the memory was too low, or another program took memory. Only a new process has all memory back. It does
     not restart again, because it is given the number. Returns if there is no such number."""
@@ -152,4 +152,5 @@ def restart_with_more_micro_batches(config, device):
         chosen = f"--micro_batches={next(fitting, more[-1])}"
         print(f"out of GPU memory with --micro_batches={count}: starting again with {chosen}", file=sys.stderr)
         rows = [f"--ngram_rows={render(config.model.ngram_rows)}"] * any(config.model.ngram_rows)  # no more than now
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], chosen, *rows])
+        program = sys.orig_argv[1:len(sys.orig_argv) + 1 - len(sys.argv)]  # and Python's own options
+        os.execv(sys.executable, [sys.executable, *program, *argv, chosen, *rows])

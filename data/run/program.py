@@ -1,14 +1,19 @@
 """What each program does around its `main`: errors of one line, files and folders, its end. This needs no package."""
 
+import gc
 import importlib.util
+import json
 import math
 import os
 import re
 import sys
+import sysconfig
 import time
 import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from data.run.launch import watch_signals
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
@@ -143,6 +148,44 @@ def open_outputs():
             null = os.open(os.devnull, os.O_RDWR)  # the least number that is free, so that of the closed file
             os.set_inheritable(null, True)
             setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))
+
+
+def own_modules() -> dict[str, str]:
+    """{name: path} of the loaded modules of this repository, without Python's own and installed packages, which an
+    environment inside the repository brings."""
+    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+    places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
+    files = {name: Path(file).resolve() for name, module in [*sys.modules.items()]
+             if (file := getattr(module, "__dict__", {}).get("__file__"))}
+    return {name: file.relative_to(ROOT).as_posix() for name, file in files.items()
+            if file.suffix == ".py" and file.is_relative_to(ROOT) and not any(map(file.is_relative_to, places))
+            and not {"site-packages", "dist-packages"} & {*file.parts}}
+
+
+def serve(main) -> int:
+    """Many runs in one process, which keeps imports, kernels and the GPU's context. Standard input is a socket: a line
+    has the arguments of a run in JSON, and a byte answers once it has ended well. A run that has not ends the process
+    with its status, so that nothing of it is left. main: function (argv, time of its start) -> exit status."""
+    import torch
+
+    threads, seed, modules, env = torch.get_num_threads(), torch.initial_seed(), own_modules(), dict(os.environ)
+    for line in sys.stdin:
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        os.environ.clear()
+        os.environ.update(env)
+        if status := main(json.loads(line), time.perf_counter()):
+            return status
+        watch_signals(lambda number: None)  # between two runs, each ends the process
+        for name in own_modules().keys() - modules:  # would be among the sources in the next log
+            del sys.modules[name]
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        os.write(0, b"\n")
+    return 0
 
 
 def run_program(main):
