@@ -165,14 +165,12 @@ esac
 # --- Hardware and data ------------------------------------------------------------------------------------------------
 
 # Prints what some lines of Python print. Ctrl-C ends Python without a traceback.
-ask() { "$python" -c "from data.run.launch import allowed_cores, die_at_ctrl_c; die_at_ctrl_c()
+ask() { "$python" -c "from data.run.launch import allowed_cores, die_at_ctrl_c, gpu_count; die_at_ctrl_c()
 $1" "${@:2}"; }
 
-# torch decides how many GPUs there are. Asking torch takes seconds, so this happens only if there is a sign of a GPU.
 gpus=0
 if [ "$preset" != cpu ] && { nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; }; then
-  gpus=$(ask 'import torch; print(torch.cuda.device_count())') ||
-    die "torch cannot be imported; the lines above say why"
+  gpus=$(ask 'print(gpu_count())')
   [ "$gpus" -gt 0 ] ||
     say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}," \
       "or CUDA_VISIBLE_DEVICES): training on the CPU"

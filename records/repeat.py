@@ -227,7 +227,7 @@ class Run:
         before, results = set((ROOT / folder).glob("*.txt")), []
         code = process.do(self.arguments(words))
         said = process.said()
-        time.sleep(0.1 * bool(code))  # a signal that ended the run has then also reached this process
+        time.sleep(0.02)  # a signal that ended the run has then also reached this process
         for path in set((ROOT / folder).glob("*.txt")) - before if code == 0 else ():
             text = path.read_text(encoding="utf-8", errors="replace")  # another program may train other seeds of it
             started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
@@ -279,14 +279,14 @@ def train(runs, starts, gpus, caught, processes) -> int:
     return 130 if caught else next(filter(None, statuses), 0)
 
 
-def report_race(logs) -> str:
+def report_race(runs) -> str:
     """A picture, a table and a line: how long record 74's settings and ours take to the loss at which the slower ends.
-    logs: label=path of the finished runs."""
+    runs: finished ones of both."""
     from records import compare
 
-    groups = compare.read_groups(logs)
-    picture = ROOT / Path(logs[-1].partition("=")[2]).with_suffix(".svg")
-    compare.plot(picture, groups, None)
+    groups = compare.read_groups([f"{run.label}={ROOT / run.log}" for run in runs])
+    picture = runs[-1].log.with_suffix(".svg")
+    compare.plot(ROOT / picture, groups, None)
     rows, ratios = [["seed", *(f"{label}, {what}" for label in groups for what in ("s", "loss")), "equal loss",
                      *(f"{label}, s to it" for label in groups), "ratio"]], []
     for pair in zip(*([run for run in group if run.finished] for group in groups.values())):
@@ -296,7 +296,7 @@ def report_race(logs) -> str:
         rows.append([pair[0].facts["seed"], *(f"{x:.{n}f}" for run in pair for x, n in ((run.time, 1), (run.loss, 4))),
                      f"{goal:.4f}", f"{base:.1f}", f"{ours:.1f}", f"{ratios[-1]:.3f}"])
     facts = groups["ours"][0].facts
-    return "\n".join([compare.table(rows, False), f"picture: {picture.relative_to(ROOT)}",
+    return "\n".join([compare.table(rows, False), f"picture: {picture}",
                       f"--preset=record74 and --preset=short trained for the same time, one after the other, on"
                       f" {facts['gpus']} and the same data ({facts['train_files']}): ours takes {mean(ratios):.3f} of"
                       f" record 74's time to the loss at which the slower one ends (n = {len(ratios)})"])
@@ -335,11 +335,12 @@ def main(argv) -> int:
     finished = [run for label in series.labels for run in runs if run.label == label and run.log]
     if not finished:
         return status
-    logs, labels = [f"{run.label}={run.log}" for run in finished], {run.label for run in finished}
+    labels = {run.label for run in finished}
     if series.race:
         if len(labels) == 2:
-            print(report_race(logs), flush=True)
+            print(report_race(finished), flush=True)
         return status
+    logs = [f"{run.label}={run.log}" for run in finished]
     both = series.exchange and labels.issuperset(series.exchange.split(","))
     command = [sys.executable, "records/compare.py", *[f"--exchange={series.exchange}"] * bool(both), "--", *logs]
     return subprocess.call(command, cwd=ROOT) or status

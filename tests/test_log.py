@@ -105,7 +105,8 @@ def test_sources_are_those_of_the_repository(tmp_path, monkeypatch, project, pla
         path.write_text(path.name)
     modules = {str(path): SimpleNamespace(__file__=str(path)) for path in loaded if path.name != missing}
     with monkeypatch.context() as patch:
-        patch.setattr("data.run.log.ROOT", root)
+        for room in "log", "program":
+            patch.setattr(f"data.run.{room}.ROOT", root)
         patch.setattr("sysconfig.get_path", lambda name: str(lib if "std" in name else lib / "site-packages"))
         patch.setattr(sys, "prefix", str(tmp_path / place))
         patch.setattr(sys, "modules", modules)

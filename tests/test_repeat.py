@@ -1,4 +1,4 @@
-"""records/repeat.py with a ./run.sh and a compare.py that record their arguments."""
+"""records/repeat.py with a ./run.sh, a train_gpt.py and a compare.py that record their arguments."""
 
 import json
 import os
@@ -12,18 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from records import repeat
+from records import compare, repeat
 
-# Stands for ./run.sh and for compare.py. A run, which is label.seed, executes BEFORE, writes a log and executes TRAIN,
-# unless it is among FAILS or HANGS. The last of each argument counts, as for the trainer. The log gets a name that
-# sorts before or after the names of other logs.
+# Stands for ./run.sh, compare.py and train_gpt.py, which does many runs in one process if PROCS is 1. A run, which is
+# label.seed, executes BEFORE, writes a log and executes TRAIN, unless it is among FAILS or HANGS. The last of each
+# argument counts, as for the trainer. The log gets a name that sorts before or after the names of other logs.
 FAKE = r"""
 import json, os, random, signal, sys, time
 from pathlib import Path
 signal.alarm(60)
 calls, variable = Path(os.environ["CALLS"]), lambda name, default="": os.environ.get(name, default)
-given = dict(argument[2:].split("=", 1) for argument in sys.argv[1:]
-             if argument.startswith("--") and "=" in argument)
 def tell(**what):
     with open(calls, "a") as file:
         file.write(json.dumps(what | {name: os.environ.get(name) for name in os.environ["NAMES"].split()}) + "\n")
@@ -36,34 +34,45 @@ def log(label, seed):
     steps = "".join(f"step:{i}/2 val_loss:3.{4 - i} train_time:{i}ms step_avg:1.00ms\n" for i in range(3))
     path.write_text(f"run_label: {label}\nseed: {seed}\n{steps}final_val_loss: 3.2\ntrain_seconds: 7.5\n")
     return str(path)
+def train(argv):
+    global given
+    given = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
+    run = f"{given['run_label']}.{given['seed']}"
+    tell(run=run, argv=argv, pid=os.getpid())
+    exec(variable("BEFORE"))
+    tell(log=log(given["run_label"], given["seed"]), of=run)
+    if run in variable("FAILS"):
+        sys.exit(print("error: no", file=sys.stderr) or 3)
+    if run in (hanging := variable("HANGS").split()):  # Ctrl-C ends it with STATUS, or it ignores Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        tell(hangs=run)
+        wait(len(hanging), "hangs")
+        if run == hanging[-1]:
+            os.kill(os.getppid(), int(variable("SIGNAL")))
+        os._exit(int(variable("STATUS"))) if variable("STATUS") else signal.pause()
+    exec(variable("TRAIN"))
+    tell(end=run)
 if sys.argv[0].endswith("compare.py"):
     sys.exit(tell(compare=sys.argv[1:]) or int(variable("COMPARE_STATUS", 0)))
-if sys.argv[1] == "data":
-    sys.exit(tell(data=sys.argv[2:]) or int(variable("DATA_STATUS", 0)))
-run = f"{given['run_label']}.{given['seed']}"
-tell(run=run, argv=sys.argv[1:], pid=os.getpid())
-exec(variable("BEFORE"))
-tell(log=log(given["run_label"], given["seed"]), of=run)
-if run in variable("FAILS"):
-    sys.exit(print("error: no", file=sys.stderr) or 3)
-if run in (hanging := variable("HANGS").split()):  # Ctrl-C ends it with STATUS, or it ignores Ctrl-C
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tell(hangs=run)
-    wait(len(hanging), "hangs")
-    if run == hanging[-1]:
-        os.kill(os.getppid(), int(variable("SIGNAL")))
-    os._exit(int(variable("STATUS"))) if variable("STATUS") else signal.pause()
-exec(variable("TRAIN"))
-tell(end=run)
+if sys.argv[1] == "plan":
+    tell(plan=sys.argv[2:])
+    print(variable("PROCS", "1"), variable("THREADS"), *sys.argv[2:], sep="\0", end="\0")
+    sys.exit(int(variable("DATA_STATUS", 0)))
+if sys.argv[1] == "-":
+    for line in sys.stdin:
+        train(json.loads(line))
+        os.write(0, b".")
+else:
+    train(sys.argv[1:])
 """
-NAMES = "CUDA_VISIBLE_DEVICES", "NPROC"
+NAMES = "CUDA_VISIBLE_DEVICES", "NPROC", "OMP_NUM_THREADS"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Stands for the repository."""
     folder = tmp_path / "my repo"
-    for name in "run.sh", "records/compare.py":
+    for name in "run.sh", "train_gpt.py", "records/compare.py":
         script(folder / name, f"#!{sys.executable} -S\n{FAKE}")
     monkeypatch.setattr(repeat, "ROOT", folder)
     return folder
@@ -137,19 +146,39 @@ for i in range(9):
 
 
 @pytest.mark.parametrize("argv, env, status, runs, compared, message", [
-    ("2 --label a --label b", dict(FAILS="b.1"), 3, "a.1 b.1", "a.1", "b, run 1 of 2, seed 1: failed with status 3"),
-    ("2 --label a --label b", dict(FAILS="a.1"), 3, "a.1", "", "a, run 1 of 2, seed 1: failed with status 3"),
-    ("4 --label a --label b --parallel", dict(FAILS="a.1", BEFORE="wait(3, 'run')", TRAIN="time.sleep(0.3)"), 3,
-     "a.1 a.2 b.1", "a.2 b.1", "a, run 1 of 4, seed 1, GPU 0: failed with status 3"),
-    ("2 --label a --help", dict(BEFORE="sys.exit()"), 1, "a.1", "", "seed 1: ended without a log in logs"),
-    ("2 --label a", dict(TRAIN="os.kill(os.getpid(), 9)"), 137, "a.1", "", "seed 1: failed with status 137"),
+    ("2 --label a --label b", dict(FAILS="b.1"), 3, "a.1 a.2 b.1 b.2", "a.1 a.2 b.2",
+     "b, run 1 of 2, seed 1: failed with status 3"),
+    ("2 --label a --label b", dict(FAILS="a.1 a.2", PROCS="2"), 3, "a.1 a.2 b.1 b.2", "b.1 b.2",
+     "a, run 2 of 2, seed 2: failed with status 3"),
+    ("2 --label a --label b --parallel", dict(FAILS="a.1"), 3, "a.1 a.2 b.1 b.2", "a.2 b.1 b.2",
+     "a, run 1 of 2, seed 1, GPU 0: failed with status 3"),
+    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", ""),
+    ("2 --label a", dict(TRAIN="Path('train_gpt.py').write_text('edited')"), 1, "a.1", "a.1",
+     "a, run 2 of 2, seed 2: does not start, as somebody has edited the code since the series began"),
+    ("1 --label a --help", dict(BEFORE="sys.exit()"), 1, "a.1", "", "seed 1: ended without a log in logs"),
+    ("1 --label a", dict(TRAIN="os.kill(os.getpid(), 9)"), 137, "a.1", "", "seed 1: failed with status 137"),
     ("1 --label a", dict(COMPARE_STATUS="5"), 5, "a.1", "a.1", "run.sh: a, run 1 of 1, seed 1")])
 def test_failures(train, argv, env, status, runs, compared, message):
-    """Of a run, after which no other starts, though those side by side finish; without a log; by a signal; of the
+    """Of runs, after which the others go on; of the data; an edit between two runs; without a log; by a signal; of the
     comparison."""
     done = train(argv, CUDA_VISIBLE_DEVICES="0,1,2", **env)
     assert (done.status, sorted(done.runs), done.compared) == (status, runs.split(), compared)
-    assert "error: no\nrun.sh: " * ("FAILS" in env) + f"{message}\n" in done.err
+    assert "error: no\nrun.sh: " * ("FAILS" in env) + f"{message}\n" * bool(message) in done.err
+
+
+@pytest.mark.parametrize("procs, env, count", [("1", {}, 1), ("1", {"FAILS": "b.1"}, 2), ("2", {}, 6)])
+def test_runs_of_one_process_share_it(train, procs, env, count):
+    """With the number of threads that run.sh has chosen. After a failure the next run has a new process."""
+    done = train("3 --label a --label b", PROCS=procs, THREADS="5", **env)
+    runs = [call for call in done.calls if "run" in call]
+    assert len(runs) == 6 and len({call["pid"] for call in runs}) == count
+    assert {call["OMP_NUM_THREADS"] for call in runs} == {"5"}
+
+
+def test_a_run_on_the_cpu_has_its_own_kind_of_process(train):
+    """The trainer decides before it knows the run how threads wait; of `cpu` otherwise than on a GPU."""
+    runs = [call for call in train("2 --label a --label b --preset=cpu").calls if "run" in call]
+    assert len({call["pid"] for call in runs}) == 4
 
 
 @pytest.mark.parametrize("argv, hangs, status, number, compared", [
@@ -178,11 +207,14 @@ def test_exchange_and_signed_labels_reach_the_comparison(folder, train):
     shutil.copytree(root / "data/run", folder / "data/run")
     shutil.copy(root / "records/compare.py", folder / "records")
     done = train("2 --log_dir=. --label -a --label=+a --x=1")
-    assert done.calls[3]["argv"] == ["--run_label=+a", "--seed=1", "--log_dir=logs", "--log_dir=.", "--x=1"]
+    assert [call for call in done.calls if "run" in call][1]["argv"] == [
+        "--run_label=+a", "--seed=1", "--log_dir=logs", "--log_dir=.", "--x=1"]
     assert re.findall(r"^(\S+) +2  ", done.out, re.M)[:2] == ["-a", "+a"]
 
 
 @pytest.mark.parametrize("argv, error", {
+    "2 --muon_momentum=0.8,0.9": "--label and a name", "1 --race --preset=x": "--preset=x: --race has",
+    "1 --race": "--race needs a GPU", "1 --race --label x": "--label=x: --race has",
     "": "--repeat ''", "two --label a": "--repeat 'two'", "0 --label a": "--repeat '0'",
     "2 --x=1": "--label and a name", "2 --label --x=1": "--label ''", "2 --label a/b": "--label 'a/b'",
     "2 --label -a+-b": "--label '-a+-b'", "2 --label a --label b --label a": "--label a: there is one",
@@ -212,14 +244,59 @@ def test_each_gpu_has_a_queue_of_its_own(folder, train):
     def starts_and_ends(runs):
         return [run for run in runs.split() for _ in range(2)]
     data = [["--log_dir=logs"], ["--log_dir=logs", "--train_files=x", "--y=2", "--train_tokens=1e9"]]
-    assert queues == {("5", "1"): [*data, *starts_and_ends("a.1 b.2")],
-                      ("3", "1"): starts_and_ends("b.1 a.3 a.4"),
-                      ("GPU-x", "1"): starts_and_ends("a.2 b.3 b.4")}
-    assert "data" in done.calls[0] and "data" in done.calls[1]
+    assert {key[:2]: calls for key, calls in queues.items()} == {
+        ("5", "1"): [*data, *starts_and_ends("a.1 b.2")], ("3", "1"): starts_and_ends("b.1 a.3 a.4"),
+        ("GPU-x", "1"): starts_and_ends("a.2 b.3 b.4")}
+    assert "plan" in done.calls[0] and "plan" in done.calls[1]
+    assert len({call["pid"] for call in done.calls if "pid" in call}) == 3
     title = "run.sh: b, run 3 of 4, seed 3, GPU GPU-x"
     told = [line for line in done.err.splitlines() if line.startswith(title)]
     assert told == [title, title + ": final_val_loss: 3.2, train_seconds: 7.5"] and done.err.count("\n") == 16
     # nvidia-smi lists the GPUs. No run starts without data.
     script(folder / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
     done = train(argv, DATA_STATUS="7", PATH=f"{folder}/bin:{os.environ['PATH']}")
-    assert (done.status, len(done.calls), done.calls[0]["CUDA_VISIBLE_DEVICES"]) == (7, 1, "0")
+    assert (done.status, len(done.calls), done.calls[0]["CUDA_VISIBLE_DEVICES"]) == (7, 2, "0")
+
+
+# ---- Search and race -------------------------------------------------------------------------------------------------
+
+def test_several_values_of_a_knob_are_a_search(capfd):
+    """A knob of several numbers is not searched; two knobs of two values have signed labels for compare.py."""
+    words = ["--preset=cpu", "--muon_momentum=0.8,0.9", "--stage1.lr_mul=1,1.2"]
+    rest = words[:2]
+    assert repeat.search(words) == {f"stage1.lr_mul_{x}": [*rest, f"--stage1.lr_mul={x}"] for x in ("1", "1.2")}
+    assert repeat.search(rest) == {} and capfd.readouterr().err == ""
+    found = repeat.search([*words, "--pointer=false,true"])
+    assert list(found) == ["-stage1_lr_mul-pointer", "-stage1_lr_mul+pointer", "+stage1_lr_mul-pointer",
+                           "+stage1_lr_mul+pointer"]
+    assert found["+stage1_lr_mul-pointer"] == [*rest, "--stage1.lr_mul=1.2", "--pointer=false"]
+    assert all(compare.SIGNED.fullmatch(label) and repeat.LABEL.fullmatch(label) for label in found)
+    assert capfd.readouterr().err == (
+        "run.sh: search: +stage1.lr_mul is 1.2, -stage1.lr_mul 1, +pointer is true, -pointer false\n")
+    three = repeat.search(["--muon_lr=.02,.03,1e-2", "--seed=1", "--fp8=true,false"])
+    assert len(three) == 6 and three["muon_lr_1e-2_fp8_false"] == ["--seed=1", "--muon_lr=1e-2", "--fp8=false"]
+
+
+def test_a_race(folder, train):
+    """The times to the loss at which the slower one of a pair ends: of ours, between two validations."""
+    log = """def log(label, seed):
+    path, fast = Path(given["log_dir"], f"{label}_{seed}.txt"), label == "ours"
+    path.parent.mkdir(exist_ok=True)
+    losses = [5, 4, 3 - int(seed) / 10] if fast else [5, 4.5, 4.25]
+    steps = "".join(f"step:{i}/2 val_loss:{x} train_time:{i * 4000}ms step_avg:1.00ms\\n"
+                    for i, x in enumerate(losses))
+    rule, settings = "=" * 100 + "\\n", f"hardware: x\\nseed: {seed}\\nrun_label: {label}\\ntrain_files: x.bin\\n"
+    path.write_text(f"{rule}Running Python\\n{rule}{settings}{rule}{steps}final_val_loss: {losses[-1]}\\n"
+                    "train_seconds: 8\\n")
+    return str(path)
+globals()["log"] = log"""
+    done = train(["", "--race", "--repeat=2", "--depth=4"], CUDA_VISIBLE_DEVICES="0", BEFORE=log)
+    assert done.status == 0 and done.runs == ["record74.1", "ours.1", "record74.2", "ours.2"]
+    words = ["--log_dir=logs", "--minutes=1", "--val_every=.05"]
+    assert [call["plan"] for call in done.calls[:2]] == [
+        [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "short")]
+    assert [line.split() for line in done.out.splitlines()[1:3]] == [
+        [seed, "8.0", "4.2500", "8.0", loss, "4.2500", "8.0", "3.0", "0.375"]
+        for seed, loss in (("1", "2.9000"), ("2", "2.8000"))]
+    assert "<svg" in (folder / "logs/ours_2.svg").read_text() and "picture: logs/ours_2.svg" in done.out
+    assert "ours takes 0.375 of record 74's time" in done.out and "(n = 2)" in done.out

@@ -2,6 +2,7 @@
 
 The stand-in runs only `-c` programs, with the real interpreter and a site folder that the test fills."""
 
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from data.run import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["numpy", "tiktoken", "huggingface_hub", "triton", "pytest", "xdist"]
@@ -39,8 +43,6 @@ esac
 
 TORCH = """import os
 open(os.environ["CALLS"] + ".imported", "w")
-class cuda:
-    device_count = staticmethod(lambda: int(os.environ["TORCH_GPUS"]))
 """
 LENGTH = """import os
 needed_tokens = lambda config, world: float(os.environ.get("NEEDED", "850e6"))
@@ -50,6 +52,13 @@ from data.run.program import UserError
 def parse_config(argv, world):
     if "--learning_rate=3" in argv: raise UserError("unknown key --learning_rate")
     return SimpleNamespace(system=SimpleNamespace(device="cpu" if "--device=cpu" in argv else "cuda"))
+if __name__ == "__main__":  # with the real Python, for records/repeat.py
+    import json, os, subprocess, sys
+    for line in sys.stdin:
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(f"{sys.argv[1:2]} {line}")
+        subprocess.run(["bash", "-c", os.environ.get("TRAIN", ""), "train", *json.loads(line)])
+        os.write(0, b".")
 """
 
 
@@ -74,10 +83,10 @@ class Machine:
             'for i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n'))
         (self.repo / "train_gpt.py").write_text(TRAINER)
         with open(self.repo / "data/run/launch.py", "a") as file:
-            file.write("allowed_cores = lambda: 12.5\n")
+            file.write("allowed_cores = lambda: 12.5\ngpu_count = lambda: int(os.environ['CUDA_GPUS'])\n")
         (self.repo / "data/run/length.py").write_text(LENGTH)
         self.env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "CALLS": str(folder / "calls"),
-                    "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "TORCH_GPUS": "0"}
+                    "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "CUDA_GPUS": "0"}
 
     def executable(self, path: Path, text: str):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +143,7 @@ CPU = train(1, "--preset=cpu")
 
 
 def gpus(count) -> dict:
-    return {"SMI_GPUS": str(count), "TORCH_GPUS": str(count)}
+    return {"SMI_GPUS": str(count), "CUDA_GPUS": str(count)}
 
 
 # ---- Hardware, preset, data ------------------------------------------------------------------------------------------
@@ -163,13 +172,25 @@ def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
     assert machine.run() == [STDLIB, CPU] and machine.err == "" and not machine.imported
 
 
-def test_torch_has_the_last_word_on_gpus(machine):
-    assert machine.run(SMI_GPUS="8", TORCH_GPUS="0")[-1] == CPU
+def test_gpus_that_torch_cannot_use(machine, tmp_path, monkeypatch):
+    """A PyTorch for the CPU, no driver, a driver that fails, two GPUs. PyTorch is not imported."""
+    assert machine.run(SMI_GPUS="8", CUDA_GPUS="0")[-1] == CPU
     assert machine.err == said("this machine has GPUs, but torch sees none (CPU build, driver 580.65.06, or"
-                               " CUDA_VISIBLE_DEVICES): training on the CPU") and machine.imported
-    (machine.folder / "sites" / "system" / "torch" / "__init__.py").write_text("raise ImportError('libcudart')")
-    assert machine.run(SMI_GPUS="1", status=1) == []
-    assert machine.err.endswith("libcudart\n" + said("torch cannot be imported; the lines above say why"))
+                               " CUDA_VISIBLE_DEVICES): training on the CPU") and not machine.imported
+
+    def two(count):
+        count._obj.value = 2
+    library, spec = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=two), [tmp_path]
+    monkeypatch.setattr(launch.importlib.util, "find_spec",
+                        lambda name: SimpleNamespace(submodule_search_locations=spec))
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: library)
+    assert launch.gpu_count() == 0
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libtorch_cuda.so").touch()
+    assert launch.gpu_count() == 2
+    library.cuInit = lambda flags: 100
+    assert launch.gpu_count() == 0
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("variables, procs, preset, threads", [
@@ -293,25 +314,26 @@ def test_an_old_driver_gets_another_build(machine, driver, words):
 
 # ---- Other ways to call it -------------------------------------------------------------------------------------------
 
-def test_repeated_runs_are_runs_of_their_own(machine):
-    """Each label with its own preset and data. --repeat may stand anywhere."""
+def test_repeated_runs(machine):
+    """Each label with its own preset and data. Only the run of two processes is a ./run.sh. --repeat may stand
+    anywhere."""
     argv = "--seed 3 --repeat 1 --label a --preset cpu --label b --train_files=x".split()
     log = r"""mkdir -p logs; for a in "$@"; do
       case "$a" in --run_label=*)
         a=${a#*=}; printf "run_label: $a\nseed: 3\nfinal_val_loss: 3\n" >"logs/$a.txt" ;; esac; done"""
+    a = ["--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"]
     assert machine.run(*argv, TRAIN=log, **gpus(2)) == [
-        "|".join(["system/python3|records/repeat.py", *argv]), STDLIB,
-        train(1, "--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"),
-        train(2, "--preset=record", "--run_label=b", "--seed=3", "--log_dir=logs", "--train_files=x")]
+        "|".join(["system/python3|records/repeat.py", *argv]), STDLIB, f"['-'] {json.dumps(a)}",
+        train(2, "--run_label=b", "--seed=3", "--preset=record", "--log_dir=logs", "--train_files=x")]
     assert machine.out == "-- a=logs/a.txt b=logs/b.txt\n"
 
 
 def test_runs_side_by_side_find_the_data_there(machine):
     argv = "--repeat 1 --label a --parallel --label b".split()
-    _, *first, a, b, c, d = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
-    assert first == [STDLIB] * 2 and sorted([a, b, c, d]) == sorted([
-        *(train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"),
-        STDLIB, STDLIB])
+    _, *first, a, b = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
+    runs = [[f"--run_label={label}", "--seed=1", "--preset=cpu", "--log_dir=logs"] for label in "ab"]
+    assert first == [STDLIB] * 2
+    assert sorted([a, b]) == [f"['-'] {json.dumps(run)}" for run in runs]
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
 
 

@@ -8,6 +8,7 @@ imported. A signal that the starting program has set to be ignored, as nohup doe
 """
 
 import ctypes
+import importlib.util
 import logging
 import os
 import re
@@ -100,6 +101,19 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)  # the run goes on, also in libraries that do not try a call again
     return stop
+
+
+def gpu_count() -> int:
+    """How many GPUs CUDA offers to this process; 0 for a PyTorch that is built for the CPU. PyTorch itself would take
+    seconds to import."""
+    found, count = importlib.util.find_spec("torch"), ctypes.c_int()
+    if not any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in found.submodule_search_locations):
+        return 0
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    return 0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
 # ---- The cores -------------------------------------------------------------------------------------------------------

@@ -157,9 +157,10 @@ def own_modules() -> dict[str, str]:
     places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
     files = {name: Path(file).resolve() for name, module in [*sys.modules.items()]
              if (file := getattr(module, "__dict__", {}).get("__file__"))}
-    return {name: file.relative_to(ROOT).as_posix() for name, file in files.items()
-            if file.suffix == ".py" and file.is_relative_to(ROOT) and not any(map(file.is_relative_to, places))
-            and not {"site-packages", "dist-packages"} & {*file.parts}}
+    own = {name: file.relative_to(ROOT) for name, file in files.items() if file.suffix == ".py"
+           and file.is_relative_to(ROOT) and not any(map(file.is_relative_to, places))}
+    return {name: file.as_posix() for name, file in own.items()
+            if not {"site-packages", "dist-packages"} & {*file.parts}}
 
 
 def serve(main) -> int:
@@ -182,6 +183,7 @@ def serve(main) -> int:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()  # each new stream has got one
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         os.write(0, b"\n")
