@@ -100,7 +100,7 @@ def parse_run_sh(argv):
         argv = argv[1:]
     if argv[0] == "--rerun":
         return rerun.parse(argv[1:])
-    if argv[0] == "--repeat":
+    if argv[0] in ("--repeat", "--race"):
         for arguments in repeat.parse(argv)[-1].values():
             T.parse_config(arguments)
     else:

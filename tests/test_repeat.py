@@ -286,7 +286,8 @@ def test_a_race(folder, train):
     steps = "".join(f"step:{i}/2 val_loss:{x} train_time:{i * 4000}ms step_avg:1.00ms\\n"
                     for i, x in enumerate(losses))
     rule, settings = "=" * 100 + "\\n", f"hardware: x\\nseed: {seed}\\nrun_label: {label}\\ntrain_files: x.bin\\n"
-    path.write_text(f"{rule}Running Python\\n{rule}{settings}{rule}{steps}final_val_loss: {losses[-1]}\\n"
+    settings += f"{rule}warning: 2 files; 3.25 passes; a second pass\\n" if fast else rule
+    path.write_text(f"{rule}Running Python\\n{rule}{settings}{steps}final_val_loss: {losses[-1]}\\n"
                     "train_seconds: 8\\n")
     return str(path)
 globals()["log"] = log"""
@@ -299,4 +300,5 @@ globals()["log"] = log"""
         [seed, "8.0", "4.2500", "8.0", loss, "4.2500", "8.0", "3.0", "0.375"]
         for seed, loss in (("1", "2.9000"), ("2", "2.8000"))]
     assert "<svg" in (folder / "logs/ours_2.svg").read_text() and "picture: logs/ours_2.svg" in done.out
+    assert re.findall("warning: .* read its data .* times", done.out) == ["warning: ours read its data 3.25 times"]
     assert "ours takes 0.375 of record 74's time" in done.out and "(n = 2)" in done.out

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import train_gpt as T
 from data.run.program import UserError
 from forks import Forks
 from test_guard import ALSO, KNOBS, make_corpus, other_values
-from test_run import ENV, HOOKED, ROOT, finish
+from test_run import ENV, HOOKED, NO_MEMORY, ROOT, SHORT, corpus, finish  # noqa: F401 (corpus is a fixture)
 
 
 class Server:
@@ -78,3 +79,46 @@ def test_logs_are_those_of_own_processes(tmp_path):
                  ("own", "here"))
     here[-1] = content(*tmp_path.glob(f"here{len(sets) + 1}/logs/*.txt"))
     assert own == here and len({*own}) == len(own)
+
+
+def test_a_run_that_fails_ends_the_process(tmp_path):
+    arguments = [*KNOBS, *make_corpus(tmp_path, bos=512), f"--log_dir={tmp_path}"]
+    server = Server()
+    assert server.do(arguments) and not server.do([*arguments, "--muon_lr=x"])
+    out, status = server.end()
+    assert status == 1 and re.search("\nerror: --muon_lr=x: .*\n$", out)
+
+
+def test_a_run_without_memory_continues_as_a_process_of_its_own(corpus, tmp_path):
+    """With its own arguments."""
+    hook = NO_MEMORY.replace("ENOUGH", "2").replace("MESSAGE", "T.torch.OutOfMemoryError('Tried 2 GiB')")
+    server, arguments = Server(hook), [*corpus.args, *SHORT, f"--log_dir={tmp_path}"]
+    assert server.do(arguments) and not server.do([*arguments, "--micro_batches=0"])
+    out, status = server.end()
+    assert status == 0 and "starting again with --micro_batches=2" in out and out.count("final_val_loss") == 2
+
+
+@pytest.mark.parametrize("number, within", [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)])
+def test_signals(corpus, tmp_path, number, within):
+    """In the second run, whose log says it, or between two runs, of which no log says it."""
+    hook = """from data.run.launch import die_at_ctrl_c
+die_at_ctrl_c()
+step, logs = T.Trainer.step, []
+def slow(self, *rest, **eager):
+    if self.log not in logs:
+        logs.append(self.log)
+    if len(logs) == 2:
+        time.sleep(1)
+    return step(self, *rest, **eager)
+T.Trainer.step = slow"""
+    server, arguments = Server(hook), [*corpus.args, *SHORT, f"--log_dir={tmp_path}"]
+    assert server.do(arguments)
+    if within:
+        server.socket.sendall(json.dumps(arguments).encode() + b"\n")
+        lines = (line for line in server.process.stdout if line.startswith("step:1/4 train_time"))
+        next(lines), next(lines)
+    server.process.send_signal(number)
+    assert server.socket.recv(1) == b"" and server.end()[1] == 128 + number
+    logs = sorted(tmp_path.glob("*.txt"), key=os.path.getmtime)
+    ends = [re.findall(r"^ended by .*$", log.read_text(), re.M) for log in logs]
+    assert [*map(len, ends)] == [0, 1] if within else ends == [[]]
