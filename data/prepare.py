@@ -41,8 +41,7 @@ import numpy as np  # noqa: E402
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
 from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header,
-    token_blocks)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 # torch takes a second and half a GB of memory, so only functions that need it import it.
@@ -86,8 +85,10 @@ def report(folder: Path, facts: dict) -> None:
 def token_counts(paths) -> np.ndarray:
     """How often each token occurs in the shards, (65536,) int64."""
     counts = np.zeros(2**16, np.int64)
-    for tokens in itertools.chain.from_iterable(map(token_blocks, paths)):
-        counts += np.bincount(tokens, minlength=2**16)
+    for path in paths:
+        tokens = np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES)
+        for start in range(0, len(tokens), 2**20):  # bincount makes int64 of what it gets
+            counts += np.bincount(tokens[start:start + 2**20], minlength=2**16)
     return counts
 
 
