@@ -19,7 +19,7 @@ import torch
 
 import train_gpt as T
 from data.run import config as settings
-from data.run.state import load_checkpoint
+from data.run.state import load_checkpoint, write_checkpoint
 from data.run.config import config_from_dict, flatten, render, with_knobs
 from data.run.log import published
 from data.run.program import UserError, atomic_write

@@ -429,7 +429,8 @@ def test_a_shard_that_changes_during_the_run(tmp_path, change, known):
             for row in rows[corpus.rows_before_the_end() // 2:]:
                 assert_batch(loader.next_batch(), row)
         else:
-            with pytest.raises(UserError, match=f"^{path}: changed, exchanged or deleted since the run began or was saved; [^\n]*$"):
+            message = f"^{path}: changed, exchanged or deleted since the run began or was saved; [^\n]*$"
+            with pytest.raises(UserError, match=message):
                 for _ in rows:
                     loader.next_batch()
         (tmp_path / path.name).unlink(missing_ok=True)
