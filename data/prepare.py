@@ -28,7 +28,6 @@ import tempfile
 import unicodedata
 import zlib
 from collections import Counter, defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,8 +86,8 @@ def token_counts(paths) -> np.ndarray:
     counts = np.zeros(2**16, np.int64)
     for path in paths:
         tokens = np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES)
-        for start in range(0, len(tokens), 2**20):  # bincount makes int64 of what it gets
-            counts += np.bincount(tokens[start:start + 2**20], minlength=2**16)
+        for start in range(0, len(tokens), 2**18):  # bincount makes int64 of what it gets
+            counts += np.bincount(tokens[start:start + 2**18], minlength=2**16)
     return counts
 
 
@@ -454,31 +453,22 @@ def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path,
     return {path: np.frombuffer(n, np.uint16) for path, n in lengths.items()}
 
 
-def shuffle(documents, folder: Path, separator: int):
-    """(number of documents, their tokens, an iterator over them in the order of their keys).
-
-    documents: (key, tokens), 8 bytes and (n,) uint16 with a separator first. They wait in 64 files of equal ranges of
-    keys, which the iterator reads and deletes one after the other.
-    """
-    count = size = 0
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(folder / f"{i:02d}", "wb")) for i in range(64)]
+def shuffle(documents, path: Path):
+    """(number of documents, their tokens, an iterator over them in the order of their keys). documents: (key, tokens),
+    8 bytes and (n,) uint16. They wait in the file `path`."""
+    keys, lengths = bytearray(), array.array("Q")
+    with open(path, "wb") as file:
         for key, document in documents:
-            file = files[key[0] // 4]
-            file.write(np.frombuffer(key, np.uint8).astype("<u2"))
             file.write(document)
-            count, size = count + 1, size + len(document)
+            keys += key
+            lengths.append(len(document))
+    ends = np.cumsum(np.frombuffer(lengths, np.uint64), dtype=np.int64)
 
     def in_order():
-        for file in files:
-            tokens = np.fromfile(file.name, "<u2")
-            os.unlink(file.name)
-            starts = np.flatnonzero(tokens == separator)
-            ends = np.append(starts[1:] - 8, len(tokens))
-            keys = tokens[starts[:, None] - np.arange(8, 0, -1)].astype(np.uint8).view(">u8")[:, 0]
-            for i in np.argsort(keys, kind="stable"):
-                yield tokens[starts[i]:ends[i]]
-    return count, size, in_order()
+        tokens = np.memmap(path, "<u2", "r")
+        for i in np.argsort(np.frombuffer(keys, ">u8"), kind="stable"):
+            yield tokens[ends[i] - lengths[i]:ends[i]]
+    return len(lengths), sum(lengths), in_order()
 
 
 def until(documents, tokens: float, most: int):
@@ -522,7 +512,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         whole = (document for _, document in documents(key for key in found if key in val))
         prefix = made / f"{name}_val"
         validating = write_shards(whole, prefix, 0, MAX_SHARD_TOKENS)
-        count, tokens, shuffled = shuffle(documents(key for key in found if key not in val), made, separator)
+        count, tokens, shuffled = shuffle(documents(key for key in found if key not in val), made / "shuffled")
         if count + bool(val) < 2:
             raise UserError(f"{sum(sizes.values())} characters of text in {len(sizes)} usable files: more text is"
                             " needed, to have something to train on and something to validate on")
