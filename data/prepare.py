@@ -109,27 +109,29 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
         "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
 
     def fitted(words):
-        """(config, line about the training data) of a run. Raises UserError when there is too little text."""
+        """(config, line about the training data, tokens of one pass or None if the run takes no more) of a run. Raises
+        UserError when there is too little text."""
         config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
-        return config, survey_training_data(config)[0]
+        found, _ = survey_training_data(config)
+        _, passes, one_pass = tokens_and_passes(config, find_files(config.data.train_files), training)
+        return config, found, one_pass if passes > 1 else None
 
     try:
         if validation < 17:
             raise UserError(f"{validation} validation tokens, at least 17 are needed: more text, or a larger"
                             " --val-fraction")
-        config, found = fitted(words := [f"--preset={whole}"])
+        config, found, most = fitted(words := [f"--preset={whole}"])
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
         # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
         # run has smaller batches, and the loader drops more of the text for them. So it may still be too long.
         for _ in range(9):
-            _, passes, one_pass = tokens_and_passes(config, find_files(config.data.train_files), training)
-            if passes <= 1:
+            if not most:
                 break
             try:
-                config, found = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={one_pass}"])
+                config, found, most = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={most}"])
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
                 if len(words) == 1:
-                    config, found = fitted(words := [f"--preset={shorter}"])
+                    config, found, _ = fitted(words := [f"--preset={shorter}"])
                 break
             words = shortened
     except UserError as error:
@@ -252,10 +254,6 @@ def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
     return sorted(found)
 
 
-class NotText(Exception):
-    """The kind of notice about a file that is no text."""
-
-
 def split_documents(text: str) -> list[str]:
     """The texts that lines <|endoftext|> end, then the rest."""
     parts, start = [], 0
@@ -269,17 +267,14 @@ def split_documents(text: str) -> list[str]:
 
 def read_plain(path: Path):
     """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time. Drops a
-    byte order mark, keeps the line ends. Raises NotText."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            while block := file.read(2**20) + file.readline(2**16):
-                if "\0" in block:
-                    raise NotText("skipped {} files with NULs (binary, or UTF-16)")
-                *ended, rest = split_documents(block)
-                yield from ((text if text.strip() else "", True) for text in ended)
-                yield rest, False
-    except UnicodeDecodeError:
-        raise NotText("skipped {} files that are not UTF-8 (binary, or another encoding)") from None
+    byte order mark, keeps the line ends. Raises UnicodeError for a file that is not UTF-8 or has NULs."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        while block := file.read(2**20) + file.readline(2**16):
+            if "\0" in block:
+                raise UnicodeError
+            *ended, rest = split_documents(block)
+            yield from ((text if text.strip() else "", True) for text in ended)
+            yield rest, False
 
 
 def read_json(path: Path):
@@ -326,8 +321,8 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
             else:
                 notices["skipped {} empty files"][key] += 1
                 continue
-        except NotText as kind:
-            notices[str(kind)][key] += 1
+        except UnicodeError:
+            notices["skipped {} files that are not UTF-8, or have NULs (binary, or another encoding)"][key] += 1
         except OSError:
             notices["skipped {} files that cannot be read"][key] += 1
         else:
@@ -504,7 +499,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
                     tokens = np.empty(1 + len(ids), "<u2")
                     tokens[0], tokens[1:] = separator, ids
                     yield hashlib.blake2b(b"%b %d" % (stable_name(key), i), digest_size=8).digest(), tokens
-            except (NotText, OSError):
+            except (UnicodeError, OSError):
                 raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
 
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as made:
@@ -571,9 +566,7 @@ def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> Non
             raise UserError(f"{given or 'an empty path'}: no such file or folder")
         for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
-                dead = os.path.islink(path) and not os.path.exists(path)
-                kind = "skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)"
-                notices[kind][key] += 1
+                notices["skipped {} that are no files (links to nothing, pipes, devices)"][key] += 1
             elif (real := os.path.realpath(path)) in known:
                 notices[TWICE][key] += 1
             else:
