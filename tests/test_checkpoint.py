@@ -126,13 +126,14 @@ def exchange(path):
 
 EXCHANGES = {  # what happens in the folder of the shards -> what the line says
     "train_1": (exchange, ""), "train_2": (exchange, ""), "val_2": (exchange, ""),
-    "val_2 gone": (Path.unlink, "val_2.bin is missing"),
-    "train_1 gone": (Path.unlink, "train_2.bin is in the place of train_1.bin"),
-    "train_2 more": (lambda path: shutil.copy(path, path.with_name("train_3.bin")), "train_3.bin is one more"),
+    "val_2 gone": (Path.unlink, "nothing is in the place of val_2.bin of 2452 bytes"),
+    "train_1 gone": (Path.unlink, "train_2.bin of 5624 bytes is in the place of train_1.bin of 5624 bytes"),
+    "train_2 more": (lambda path: shutil.copy(path, path.with_name("train_3.bin")),
+                     "train_3.bin of 5624 bytes is in the place of nothing"),
     "train_2 renamed": (lambda path: path.rename(path.with_name("train_9.bin")),
-                        "train_9.bin is in the place of train_2.bin"),
+                        "train_9.bin of 5624 bytes is in the place of train_2.bin of 5624 bytes"),
     "train_2 grown": (lambda path: write_shard(path, [256, *[97] * 29] * 100),
-                      "train_2.bin has 7024 bytes instead of 5624")}
+                      "train_2.bin of 7024 bytes is in the place of train_2.bin of 5624 bytes")}
 
 
 @pytest.fixture

@@ -107,33 +107,23 @@ def check_weights(state, model):
         raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
 
 
-def other_shard(saved, found) -> str:
-    """The first name or size in which two tables of `Shards.table` differ, in words; "" if there is none."""
-    none = None, None, None
-    for (old, old_size, _), (new, size, _) in zip_longest(saved, found, fillvalue=none):
-        if old is None or new is None:
-            return f"{new} is one more" if old is None else f"{old} is missing"
-        if old != new:
-            return f"{new} is in the place of {old}"
-        if old_size != size:
-            return f"{new} has {size} bytes instead of {old_size}"
-    return ""
-
-
 def compare_shards(state, config, shards) -> str:
     """A warning about the shards of a run that resumes the checkpoint `state`, or "". Raises UserError when their names
     or sizes are not those of the checkpoint, unless --other_data is set. Without it, reading a shard will compare its
     SHA-256. shards: part of the data -> Shards."""
-    saved = state.get("shards")
-    if saved is None:
+    def named(shard):
+        return "{} of {} bytes".format(*shard) if shard else "nothing"
+
+    if (saved := state.get("shards")) is None:
         return "the checkpoint is an older one that does not say which shards it has read, so nobody compares them"
-    found = next(filter(None, (other_shard(saved[part], each.table(0)) for part, each in shards.items())), "")
-    found = found and f"the shards are not those of the checkpoint: {found}"
+    pairs = [pair for part, each in shards.items() for pair in zip_longest(saved[part], each.table(0))]
+    differing = [f"the shards are not those of the checkpoint: {named(new)} is in the place of {named(old)}"
+                 for old, new in pairs if named(old) != named(new)]
     if config.system.other_data:
-        return found and f"{found}; the run goes on at the same place of these, as --other_data=true says"
-    if found:
-        raise UserError(f"--resume={config.system.resume}: {found}; bring those back (DATA_PATH may name their folder),"
-                        " or go on with --other_data=true")
+        return f"{differing[0]}; the run goes on at the same place, as --other_data=true says" if differing else ""
+    if differing:
+        raise UserError(f"--resume={config.system.resume}: {differing[0]}; bring those back (DATA_PATH may name their"
+                        " folder), or go on with --other_data=true")
     for part, each in shards.items():
         each.expect(saved[part])
     return ""
