@@ -40,7 +40,7 @@ import numpy as np  # noqa: E402
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
 from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, Shards, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 # torch takes a second and half a GB of memory, so only functions that need it import it.
@@ -91,19 +91,18 @@ def token_counts(paths) -> np.ndarray:
     return counts
 
 
-def training_command(name: str, made: Path, separator: int, lengths: dict[str, list[np.ndarray]]) -> str:
+def training_command(name: str, made: Path, separator: int) -> str:
     """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
-    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`).
-
-    lengths: of the documents in each shard of the parts "train" and "val". Raises UserError when no run can start.
-    """
+    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`). Raises
+    UserError when no run can start."""
     import torch
     import train_gpt  # for the presets
-    from data.loader import cu_seqlens_size
+    from data.loader import Shard, cu_seqlens_size
     from data.run.memory import fit_memory, possible_micro_batches
     from data.run.start import survey_training_data, tokens_and_passes
-    files = [f"--{part}_files=data/{made.name}/{name}_{part}_*.bin" for part in lengths]
-    training, validation = (sum(int(n.sum()) for n in shards) for shards in lengths.values())
+    patterns = [f"data/{made.name}/{name}_{part}_*.bin" for part in ("train", "val")]
+    files = [f"--train_files={patterns[0]}", f"--val_files={patterns[1]}"]
+    training, validation = (sum(Shards(pattern).counts) for pattern in patterns)
     whole, shorter, start, note, sample = (
         "cpu", "cpu", "", "", "--sample_prompt=") if separator == BYTE_SEPARATOR else (
         "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
@@ -113,7 +112,7 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
         UserError when there is too little text."""
         config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
         found, _ = survey_training_data(config)
-        _, passes, one_pass = tokens_and_passes(config, find_files(config.data.train_files), training)
+        _, passes, one_pass = tokens_and_passes(config, find_files(patterns[0]), training)
         return config, found, one_pass if passes > 1 else None
 
     try:
@@ -136,18 +135,18 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
             words = shortened
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
-    # (document lengths, tokens) of every shard and possible forward pass: short documents need a longer cu_seqlens.
+    # Short documents need a longer cu_seqlens, in every possible forward pass.
     rows = {stage.batch_tokens // count for stage in config.schedule.stages
             for count in (config.system.micro_batches, *possible_micro_batches(config, 1))}
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
-    passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
-    passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
     tokens_per_doc = config.data.tokens_per_doc
-    for n, row in passes:
-        ends = np.cumsum(n, dtype=np.int64)
-        touched = np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n)) + 2  # the first may begin earlier
-        if (most := int(touched.max())) >= cu_seqlens_size(row, tokens_per_doc):
-            tokens_per_doc = max(1, row // (most + 1))
+    for pattern, rows, longest in zip(patterns, (rows, [config.data.val_batch_tokens]), (max_doc_len, None)):
+        for path in find_files(pattern):
+            ends = np.cumsum(n := np.clip(Shard(path, config.model).lengths, 0, longest))
+            for row in rows:
+                most = int((np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n))).max())
+                if most + 2 >= cu_seqlens_size(row, tokens_per_doc):  # 2: the first may begin earlier
+                    tokens_per_doc = max(1, row // (most + 3))
     if tokens_per_doc < config.data.tokens_per_doc:
         files.append(f"--tokens_per_doc={tokens_per_doc}")
     if os.environ.get("DATA_PATH"):
@@ -422,12 +421,10 @@ def cut(parts, size):
         rest = rest[start:]
 
 
-def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path, np.ndarray]:
+def write_shards(documents, prefix: Path, number: int, limit: int) -> list[Path]:
     """Writes documents, (n,) uint16 with a separator first, to the shards PREFIX_<number>.bin, PREFIX_<number + 1>.bin
-    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}. Raises
-    UserError when a shard cannot be written.
-    """
-    used, lengths = 0, {}
+    ... of at most `limit` tokens. Returns their paths. Raises UserError when a shard cannot be written."""
+    used, paths = 0, []
 
     def shard_of(document):
         nonlocal number, used
@@ -436,16 +433,15 @@ def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path,
             number, used = number + 1, len(document)
         return Path(f"{prefix}_{number:06d}.bin")
     for path, shard in itertools.groupby(documents, shard_of):
-        lengths[path] = array.array("H")
+        paths.append(path)
         with user_error(f"cannot write {path}"), open(path, "wb") as file:
             file.write(bytes(SHARD_HEADER_BYTES))
             for document in shard:
                 file.write(document)
-                lengths[path].append(min(len(document), 2**16 - 1))
             count = (file.tell() - SHARD_HEADER_BYTES) // 2
             file.seek(0)  # the header, which makes the file a shard, is written last
             file.write(np.array([SHARD_MAGIC, SHARD_VERSION, count], "<i4"))
-    return {path: np.frombuffer(n, np.uint16) for path, n in lengths.items()}
+    return paths
 
 
 def shuffle(documents, path: Path):
@@ -513,9 +509,9 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
                             " needed, to have something to train on and something to validate on")
         first = until(shuffled, val_fraction * tokens, count - 1)
         validating = validating or write_shards(first, prefix, 0, MAX_SHARD_TOKENS)
-        lengths = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens), "val": validating}
-        checked = check(name, made, separator, {part: [*n.values()] for part, n in lengths.items()}) if check else None
-        counts = {part: token_counts(n) for part, n in lengths.items()}
+        shards = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens), "val": validating}
+        checked = check(name, made, separator) if check else None
+        counts = {part: token_counts(paths) for part, paths in shards.items()}
         if val:
             chosen = f"{len(val)} of {len(sizes)} files: {shown(sorted(val)[:5])}" + ", ..." * (len(val) > 5)
         else:
@@ -524,7 +520,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         p, smooth = train[train > 0] / train.sum(), (train + 1) / (train + 1).sum()
         facts = {"order": ORDER, "separator": separator, "documents": int(train[-1] + validated[-1]),
                  "validation": chosen,
-                 **{part: {path.name: read_shard_header(path) for path in n} for part, n in lengths.items()},
+                 **{part: {path.name: read_shard_header(path) for path in paths} for part, paths in shards.items()},
                  "unigram_entropy": round(-(p * np.log(p)).sum(), 6),
                  "unigram_loss": round(-(validated * np.log(smooth)).sum() / validated.sum(), 6)}
         install(made, folder, facts)
