@@ -40,7 +40,8 @@ import numpy as np  # noqa: E402
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
 from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, Shards, data_root, digest, find_files, read_shard, read_shard_header)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, Shards, data_root, digest, find_files, read_shard,
+    read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 # torch takes a second and half a GB of memory, so only functions that need it import it.
