@@ -1647,8 +1647,6 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if beyond := trainer.head.count_beyond():
         log.line(f"warning: {beyond} weights of the head are beyond ±{kernels.W_LIMIT:g}, the range of their FP8 codes:"
                  " training has read them as this limit; --fp8=false reads them as they are")
-    if rt.rank == 0:
-        log.line(shards_line(shards, trainer.loader.state_dict()["shard"] + 1), console=False)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and trainer.shared:
@@ -1669,6 +1667,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if rt.rank == 0 and facts:
         log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
                  f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
+    if rt.rank == 0:  # last, since it reads the shards once more
+        log.line(shards_line(shards, trainer.loader.state_dict()["shard"] + 1), console=False)
     if system.save or system.save_every:
         save(trainer, trainer.total, clock.counted)
 

@@ -322,7 +322,7 @@ def test_log_lines_and_results(runs):
         last = ms
     found = dict(re.findall(r"^(\w+): (.*)$", run.body[run.body.index("peak memory"):], re.M))
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
-                           "total_seconds", "gpu_seconds", "steps", "tokens", "peak_memory_mib", "checkpoint"]
+                           "total_seconds", "gpu_seconds", "steps", "tokens", "peak_memory_mib", "shards", "checkpoint"]
     assert found["final_val_loss"] == f"{run.val[STEPS]:.4f}"
     assert (found["steps"], found["tokens"]) == (str(STEPS), str(TRAIN_TOKENS))
     train, *others, total, gpu = (float(value) for key, value in found.items() if key.endswith("_seconds"))
