@@ -46,7 +46,6 @@ import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -464,11 +463,11 @@ from data.run.machine import (
     rank_from_env, require_equal_ranks, wait_for)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.sample import sample, sample_command
-from data.run.start import agree_on_shards, check_start, fit_size
-from data.run.state import check_weights, load, load_checkpoint, load_weights, save
+from data.run.start import check_start, fit_size
+from data.run.state import check_weights, compare_shards, load, load_checkpoint, load_weights, save
 from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
-from data.shards import inspect_all, run_shards
+from data.shards import run_shards
 from data.tokenizer import normalised_ids, text_codec
 
 
@@ -1594,8 +1593,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
         config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
-    require_equal_ranks(rt, config, sources)
     shards = run_shards(config)
+    require_equal_ranks(rt, config, sources | {f"{part}_shards": str(each) for part, each in shards.items()})
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices, shards)
         if (every := config.optim.adam_every) == 1:
@@ -1606,10 +1605,11 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
             log.line(line)
         for warning in shards["train"].warnings + shards["val"].warnings:
             log.line(f"warning: {warning}")
-        inspect_all(shards)  # while kernels compile
     stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None
     initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
+    if warning := resumed and compare_shards(resumed, config, shards):
+        log.line(f"warning: {warning}")
     watch.lap("log")
     try:
         trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
@@ -1638,7 +1638,6 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
                  f" {quoted(published(system.resume))}")
     elif initial:
         load_weights(trainer, initial)
-    agree_on_shards(trainer, resumed)
     if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
         log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
@@ -1649,10 +1648,6 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if beyond := trainer.head.count_beyond():
         log.line(f"warning: {beyond} weights of the head are beyond ±{kernels.W_LIMIT:g}, the range of their FP8 codes:"
                  " training has read them as this limit; --fp8=false reads them as they are")
-    if rt.rank == 0:
-        wait(trainer.unchecked)
-        trainer.require_sound_shards()  # only warns: the run reads no shard any more
-        log.line(shards_line(shards), console=False)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and trainer.shared:
@@ -1673,6 +1668,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if rt.rank == 0 and facts:
         log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
                  f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
+    if rt.rank == 0:  # last, since it reads the shards once more
+        log.line(shards_line(shards, trainer.loader.state_dict()["shard"] + 1), console=False)
     if system.save or system.save_every:
         save(trainer, trainer.total, clock.counted)
 
@@ -1724,7 +1721,6 @@ class Trainer:
         self.stop, self.agreed = stop or Stop(), 0  # a signal to this rank; that of any rank, known a step later
         self.whole = None  # between two steps: (number of the next one, training time until now)
         self.shards = shards or run_shards(config)
-        self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
@@ -1814,14 +1810,6 @@ class Trainer:
             require_finite(loss.item(), f"training loss of step {step + 1}")
             self.agreed = self.agreed or int(signal)
 
-    def require_sound_shards(self):
-        """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
-        checks that have ended since the last call, which only rank 0 has."""
-        while self.unchecked and self.unchecked[0].done():
-            if error := self.unchecked.popleft().result():
-                self.loader.rehearse()
-                self.log.line(f"warning: {error}; the run goes on, since it does not need this shard")
-
     def synchronize(self):
         if self.rt.device.type == "cuda":
             wait_for(torch.cuda.current_stream().record_event(), self.rt.world)
@@ -1903,7 +1891,6 @@ class Trainer:
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.log_losses(keep=1)  # the host stays at most two steps ahead
             self.losses.append((step, copied, step_loss, signal, clock.seconds()))
-            self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
         return loss, clock

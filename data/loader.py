@@ -248,7 +248,7 @@ class Loader:
 
     def __init__(self, config, rt, plans, warn=print, hash_ids=None, shards=None):
         self.config, self.rt, self.plans, self.warn, self.hash_ids = config, rt, plans, warn, hash_ids
-        self.shards = shards or Shards(config.data.train_files, config.model.vocab_size)
+        self.shards = shards or Shards(config.data.train_files)
         self.files = [*self.shards.files]
         self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
         self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -293,11 +293,6 @@ class Loader:
             torch.cuda.current_stream().wait_event(copied)
         return batch.exchange
 
-    def rehearse(self):
-        """Raises the UserError at which the run would end if it went on from here: reads the shards, makes no batch."""
-        for _ in self._rows(**self.state, warn=lambda text: None):
-            pass
-
     def _shard(self, index):
         return Shard(self.files[index % len(self.files)], self.config.model, read=self.shards.read)
 
@@ -305,7 +300,7 @@ class Loader:
         """Yields (batch, event after its copies or None, state after the batch), beginning at a state. K2."""
         if self.stream is not None:
             torch.cuda.set_device(self.rt.device)  # every thread has its own current device
-        for rows, plan, part, state in self._rows(**state, warn=self.warn):
+        for rows, plan, part, state in self._rows(**state):
             shard, starts, lengths = rows[self.rt.rank]
             tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
             number = plan.step * micro_batches + part * self.rt.world + self.rt.rank
@@ -318,7 +313,7 @@ class Loader:
                 copied = self.stream and self.stream.record_event()
             yield batch, copied, state
 
-    def _rows(self, index, part, shard, cursor, warn):
+    def _rows(self, index, part, shard, cursor):
         """Yields (the documents of each rank's micro-batch, plan, micro-step, state after them), beginning at a
         state. A rank's documents: (shard, their starts and lengths)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
@@ -337,8 +332,8 @@ class Loader:
                                             f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens"
                                             " ...)")
                         if shard == len(self.files):
-                            warn("training data exhausted: starting again with the first shard; a second pass raises"
-                                 " the validation loss")
+                            self.warn("training data exhausted: starting again with the first shard; a second pass"
+                                      " raises the validation loss")
                         current, following = following.result(), self.reader.submit(self._shard, shard + 1)
                     starts, lengths, cursor = packed
                     rows.append((current, starts, lengths))
@@ -352,7 +347,7 @@ class Loader:
 def kept_tokens(config) -> int:
     """How many tokens of the longest training shard the loader uses in the stage with the shortest documents, which
     cuts most. Reads the first 4 million tokens at most."""
-    shards = Shards(config.data.train_files, config.model.vocab_size)
+    shards = Shards(config.data.train_files)
     _, path = max(zip(shards.counts, shards.files))
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
     return int(np.minimum(Shard(path, config.model, 2**22).lengths, max_doc_len).sum())
@@ -363,7 +358,7 @@ def fit_validation(config):
     --val_tokens, but 17 at least."""
     data, unit = config.data, 16
     with suppress(UserError):  # `survey_validation_data` says what is wrong with the files
-        available = sum(Shards(data.val_files, config.model.vocab_size).counts) - 1
+        available = sum(Shards(data.val_files).counts) - 1
         if unit <= available < data.val_tokens:
             pieces = -(-available // data.val_batch_tokens)
             piece = max(unit, available // pieces // unit * unit)
@@ -391,7 +386,7 @@ class ValidationData:
     def __init__(self, config, rt, hash_ids=None, shards=None):
         self.config, self.rt, self.hash_ids, self.router = config, rt, hash_ids, make_router(config, rt)
         missing, parts = config.data.val_tokens + 1, []
-        shards = shards or Shards(config.data.val_files, config.model.vocab_size)
+        shards = shards or Shards(config.data.val_files)
         for path in shards.files:
             if missing:
                 parts.append(shards.read(path, config.model.vocab_size, max(missing, 2**22))[:missing])

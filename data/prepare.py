@@ -28,7 +28,6 @@ import tempfile
 import unicodedata
 import zlib
 from collections import Counter, defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,8 +40,8 @@ import numpy as np  # noqa: E402
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
 from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header,
-    token_blocks)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, Shards, data_root, digest, find_files, read_shard,
+    read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 # torch takes a second and half a GB of memory, so only functions that need it import it.
@@ -86,66 +85,69 @@ def report(folder: Path, facts: dict) -> None:
 def token_counts(paths) -> np.ndarray:
     """How often each token occurs in the shards, (65536,) int64."""
     counts = np.zeros(2**16, np.int64)
-    for tokens in itertools.chain.from_iterable(map(token_blocks, paths)):
-        counts += np.bincount(tokens, minlength=2**16)
+    for path in paths:
+        tokens = np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES)
+        for start in range(0, len(tokens), 2**18):  # bincount makes int64 of what it gets
+            counts += np.bincount(tokens[start:start + 2**18], minlength=2**16)
     return counts
 
 
-def training_command(name: str, made: Path, separator: int, lengths: dict[str, list[np.ndarray]]) -> str:
+def training_command(name: str, made: Path, separator: int) -> str:
     """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
-    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`).
-
-    lengths: of the documents in each shard of the parts "train" and "val". Raises UserError when no run can start.
-    """
+    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`). Raises
+    UserError when no run can start."""
     import torch
     import train_gpt  # for the presets
-    from data.loader import cu_seqlens_size
+    from data.loader import Shard, cu_seqlens_size
     from data.run.memory import fit_memory, possible_micro_batches
     from data.run.start import survey_training_data, tokens_and_passes
-    files = [f"--{part}_files=data/{made.name}/{name}_{part}_*.bin" for part in lengths]
-    training, validation = (sum(int(n.sum()) for n in shards) for shards in lengths.values())
+    patterns = [f"data/{made.name}/{name}_{part}_*.bin" for part in ("train", "val")]
+    files = [f"--train_files={patterns[0]}", f"--val_files={patterns[1]}"]
+    training, validation = (sum(Shards(pattern).counts) for pattern in patterns)
     whole, shorter, start, note, sample = (
         "cpu", "cpu", "", "", "--sample_prompt=") if separator == BYTE_SEPARATOR else (
         "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
 
     def fitted(words):
-        """(config, line about the training data) of a run. Raises UserError when there is too little text."""
+        """(config, line about the training data, tokens of one pass or None if the run takes no more) of a run. Raises
+        UserError when there is too little text."""
         config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
-        return config, survey_training_data(config)[0]
+        found, _ = survey_training_data(config)
+        _, passes, one_pass = tokens_and_passes(config, find_files(patterns[0]), training)
+        return config, found, one_pass if passes > 1 else None
 
     try:
         if validation < 17:
             raise UserError(f"{validation} validation tokens, at least 17 are needed: more text, or a larger"
                             " --val-fraction")
-        config, found = fitted(words := [f"--preset={whole}"])
+        config, found, most = fitted(words := [f"--preset={whole}"])
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
         # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
         # run has smaller batches, and the loader drops more of the text for them. So it may still be too long.
         for _ in range(9):
-            _, passes, one_pass = tokens_and_passes(config, find_files(config.data.train_files), training)
-            if passes <= 1:
+            if not most:
                 break
             try:
-                config, found = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={one_pass}"])
+                config, found, most = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={most}"])
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
                 if len(words) == 1:
-                    config, found = fitted(words := [f"--preset={shorter}"])
+                    config, found, _ = fitted(words := [f"--preset={shorter}"])
                 break
             words = shortened
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
-    # (document lengths, tokens) of every shard and possible forward pass: short documents need a longer cu_seqlens.
+    # Short documents need a longer cu_seqlens, in every possible forward pass.
     rows = {stage.batch_tokens // count for stage in config.schedule.stages
             for count in (config.system.micro_batches, *possible_micro_batches(config, 1))}
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
-    passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
-    passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
     tokens_per_doc = config.data.tokens_per_doc
-    for n, row in passes:
-        ends = np.cumsum(n, dtype=np.int64)
-        touched = np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n)) + 2  # the first may begin earlier
-        if (most := int(touched.max())) >= cu_seqlens_size(row, tokens_per_doc):
-            tokens_per_doc = max(1, row // (most + 1))
+    for pattern, rows, longest in zip(patterns, (rows, [config.data.val_batch_tokens]), (max_doc_len, None)):
+        for path in find_files(pattern):
+            ends = np.cumsum(n := np.clip(Shard(path, config.model).lengths, 0, longest))
+            for row in rows:
+                most = int((np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n))).max())
+                if most + 2 >= cu_seqlens_size(row, tokens_per_doc):  # 2: the first may begin earlier
+                    tokens_per_doc = max(1, row // (most + 3))
     if tokens_per_doc < config.data.tokens_per_doc:
         files.append(f"--tokens_per_doc={tokens_per_doc}")
     if os.environ.get("DATA_PATH"):
@@ -252,10 +254,6 @@ def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
     return sorted(found)
 
 
-class NotText(Exception):
-    """The kind of notice about a file that is no text."""
-
-
 def split_documents(text: str) -> list[str]:
     """The texts that lines <|endoftext|> end, then the rest."""
     parts, start = [], 0
@@ -269,17 +267,14 @@ def split_documents(text: str) -> list[str]:
 
 def read_plain(path: Path):
     """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time. Drops a
-    byte order mark, keeps the line ends. Raises NotText."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            while block := file.read(2**20) + file.readline(2**16):
-                if "\0" in block:
-                    raise NotText("skipped {} files with NULs (binary, or UTF-16)")
-                *ended, rest = split_documents(block)
-                yield from ((text if text.strip() else "", True) for text in ended)
-                yield rest, False
-    except UnicodeDecodeError:
-        raise NotText("skipped {} files that are not UTF-8 (binary, or another encoding)") from None
+    byte order mark, keeps the line ends. Raises UnicodeError for a file that is not UTF-8 or has NULs."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        while block := file.read(2**20) + file.readline(2**16):
+            if "\0" in block:
+                raise UnicodeError
+            *ended, rest = split_documents(block)
+            yield from ((text if text.strip() else "", True) for text in ended)
+            yield rest, False
 
 
 def read_json(path: Path):
@@ -326,8 +321,8 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
             else:
                 notices["skipped {} empty files"][key] += 1
                 continue
-        except NotText as kind:
-            notices[str(kind)][key] += 1
+        except UnicodeError:
+            notices["skipped {} files that are not UTF-8, or have NULs (binary, or another encoding)"][key] += 1
         except OSError:
             notices["skipped {} files that cannot be read"][key] += 1
         else:
@@ -427,12 +422,10 @@ def cut(parts, size):
         rest = rest[start:]
 
 
-def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path, np.ndarray]:
+def write_shards(documents, prefix: Path, number: int, limit: int) -> list[Path]:
     """Writes documents, (n,) uint16 with a separator first, to the shards PREFIX_<number>.bin, PREFIX_<number + 1>.bin
-    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}. Raises
-    UserError when a shard cannot be written.
-    """
-    used, lengths = 0, {}
+    ... of at most `limit` tokens. Returns their paths. Raises UserError when a shard cannot be written."""
+    used, paths = 0, []
 
     def shard_of(document):
         nonlocal number, used
@@ -441,43 +434,33 @@ def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path,
             number, used = number + 1, len(document)
         return Path(f"{prefix}_{number:06d}.bin")
     for path, shard in itertools.groupby(documents, shard_of):
-        lengths[path] = array.array("H")
+        paths.append(path)
         with user_error(f"cannot write {path}"), open(path, "wb") as file:
             file.write(bytes(SHARD_HEADER_BYTES))
             for document in shard:
                 file.write(document)
-                lengths[path].append(min(len(document), 2**16 - 1))
             count = (file.tell() - SHARD_HEADER_BYTES) // 2
             file.seek(0)  # the header, which makes the file a shard, is written last
             file.write(np.array([SHARD_MAGIC, SHARD_VERSION, count], "<i4"))
-    return {path: np.frombuffer(n, np.uint16) for path, n in lengths.items()}
+    return paths
 
 
-def shuffle(documents, folder: Path, separator: int):
-    """(number of documents, their tokens, an iterator over them in the order of their keys).
-
-    documents: (key, tokens), 8 bytes and (n,) uint16 with a separator first. They wait in 64 files of equal ranges of
-    keys, which the iterator reads and deletes one after the other.
-    """
-    count = size = 0
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(folder / f"{i:02d}", "wb")) for i in range(64)]
+def shuffle(documents, path: Path):
+    """(number of documents, their tokens, an iterator over them in the order of their keys). documents: (key, tokens),
+    8 bytes and (n,) uint16. They wait in the file `path`."""
+    keys, lengths = bytearray(), array.array("Q")
+    with open(path, "wb") as file:
         for key, document in documents:
-            file = files[key[0] // 4]
-            file.write(np.frombuffer(key, np.uint8).astype("<u2"))
             file.write(document)
-            count, size = count + 1, size + len(document)
+            keys += key
+            lengths.append(len(document))
+    ends = np.cumsum(np.frombuffer(lengths, np.uint64), dtype=np.int64)
 
     def in_order():
-        for file in files:
-            tokens = np.fromfile(file.name, "<u2")
-            os.unlink(file.name)
-            starts = np.flatnonzero(tokens == separator)
-            ends = np.append(starts[1:] - 8, len(tokens))
-            keys = tokens[starts[:, None] - np.arange(8, 0, -1)].astype(np.uint8).view(">u8")[:, 0]
-            for i in np.argsort(keys, kind="stable"):
-                yield tokens[starts[i]:ends[i]]
-    return count, size, in_order()
+        tokens = np.memmap(path, "<u2", "r")
+        for i in np.argsort(np.frombuffer(keys, ">u8"), kind="stable"):
+            yield tokens[ends[i] - lengths[i]:ends[i]]
+    return len(lengths), sum(lengths), in_order()
 
 
 def until(documents, tokens: float, most: int):
@@ -513,7 +496,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
                     tokens = np.empty(1 + len(ids), "<u2")
                     tokens[0], tokens[1:] = separator, ids
                     yield hashlib.blake2b(b"%b %d" % (stable_name(key), i), digest_size=8).digest(), tokens
-            except (NotText, OSError):
+            except (UnicodeError, OSError):
                 raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
 
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as made:
@@ -521,15 +504,15 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         whole = (document for _, document in documents(key for key in found if key in val))
         prefix = made / f"{name}_val"
         validating = write_shards(whole, prefix, 0, MAX_SHARD_TOKENS)
-        count, tokens, shuffled = shuffle(documents(key for key in found if key not in val), made, separator)
+        count, tokens, shuffled = shuffle(documents(key for key in found if key not in val), made / "shuffled")
         if count + bool(val) < 2:
             raise UserError(f"{sum(sizes.values())} characters of text in {len(sizes)} usable files: more text is"
                             " needed, to have something to train on and something to validate on")
         first = until(shuffled, val_fraction * tokens, count - 1)
         validating = validating or write_shards(first, prefix, 0, MAX_SHARD_TOKENS)
-        lengths = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens), "val": validating}
-        checked = check(name, made, separator, {part: [*n.values()] for part, n in lengths.items()}) if check else None
-        counts = {part: token_counts(n) for part, n in lengths.items()}
+        shards = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens), "val": validating}
+        checked = check(name, made, separator) if check else None
+        counts = {part: token_counts(paths) for part, paths in shards.items()}
         if val:
             chosen = f"{len(val)} of {len(sizes)} files: {shown(sorted(val)[:5])}" + ", ..." * (len(val) > 5)
         else:
@@ -538,7 +521,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         p, smooth = train[train > 0] / train.sum(), (train + 1) / (train + 1).sum()
         facts = {"order": ORDER, "separator": separator, "documents": int(train[-1] + validated[-1]),
                  "validation": chosen,
-                 **{part: {path.name: read_shard_header(path) for path in n} for part, n in lengths.items()},
+                 **{part: {path.name: read_shard_header(path) for path in paths} for part, paths in shards.items()},
                  "unigram_entropy": round(-(p * np.log(p)).sum(), 6),
                  "unigram_loss": round(-(validated * np.log(smooth)).sum() / validated.sum(), 6)}
         install(made, folder, facts)
@@ -580,9 +563,7 @@ def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> Non
             raise UserError(f"{given or 'an empty path'}: no such file or folder")
         for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
-                dead = os.path.islink(path) and not os.path.exists(path)
-                kind = "skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)"
-                notices[kind][key] += 1
+                notices["skipped {} that are no files (links to nothing, pipes, devices)"][key] += 1
             elif (real := os.path.realpath(path)) in known:
                 notices[TWICE][key] += 1
             else:

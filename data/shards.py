@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,45 +37,29 @@ def read_shard_header(path: Path) -> int:
     return count
 
 
-def require_tokens(path, largest, separated, vocab_size):
-    """Raises UserError when the largest token of a shard is outside the vocabulary, or unless the last token of the
-    vocabulary has `separated` its documents."""
-    if largest >= vocab_size:
-        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
-                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
-    if not separated:
-        raise UserError(f"{path}: no document separator (token {vocab_size - 1}); data of another tokenizer?"
-                        " (--vocab_size, --preset)")
-
-
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
     """The first `most` tokens of a shard, uint16. Raises UserError for a damaged file, a token outside the vocabulary,
-    and tokens without a separator."""
+    and tokens without a separator, the last token of the vocabulary."""
     count = min(read_shard_header(path), most)
     with user_error(f"{path}: cannot be read"):
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
         if len(tokens) < count:
             raise OSError("it ends early")
-    require_tokens(path, int(tokens.max(initial=0)), (tokens == vocab_size - 1).any(), vocab_size)
+    if (largest := int(tokens.max(initial=0))) >= vocab_size:
+        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
+                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
+    if not (tokens == vocab_size - 1).any():
+        raise UserError(f"{path}: no document separator (token {vocab_size - 1}); data of another tokenizer?"
+                        " (--vocab_size, --preset)")
     return tokens
 
 
-def token_blocks(path: Path, seen=lambda block: None):
-    """Yields the tokens of a shard, half a million at a time. `seen` gets all bytes of the file, a mebibyte at a time.
-    Checks nothing. Raises UserError."""
-    with user_error(f"{path}: cannot be read"), open(path, "rb") as file:
-        skip = SHARD_HEADER_BYTES
-        while block := file.read(2**20):
-            seen(block)
-            yield np.frombuffer(block[skip:len(block) // 2 * 2], "<u2")  # a file that is cut now may end anywhere
-            skip = 0
-
-
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal. Raises UserError."""
     found = hashlib.sha256()
-    for _ in token_blocks(path, found.update):
-        pass
+    with user_error(f"{path}: cannot be read"), open(path, "rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
     return found.hexdigest()
 
 
@@ -114,18 +97,20 @@ class Shards:
     for a bad header, and when there are no tokens.
 
     files: {path: its stamp}, in name order, without shards of no tokens. counts: their tokens. warnings: lines about
-    shards without tokens. digests: {path: SHA-256}, as far as they are known. checks: {path: Future of the error of
-    `inspect`, or of None}, once `inspect_all` has begun.
+    shards without tokens. digests: {path: SHA-256}, as far as they are known.
     """
 
-    def __init__(self, pattern, vocab_size):
-        self.vocab_size, self.digests, self.checks = vocab_size, {}, {}
+    def __init__(self, pattern):
         found = [(path, stamp(path), read_shard_header(path)) for path in find_files(pattern)]
         self.files = {path: before for path, before, count in found if count}
         self.counts = [count for *_, count in found if count]
         self.warnings = [f"{path} holds no tokens and is passed over" for path, _, count in found if not count]
+        self.digests = {}
         if not self.files:
             raise UserError(f"{pattern}: no file holds a token; {REMAKE}")
+
+    def __str__(self):
+        return " ".join(f"{path.name}:{size}" for path, (size, *_) in self.files.items())
 
     def read(self, path, vocab_size, most=sys.maxsize):
         """`read_shard`. Raises UserError also when the file has changed."""
@@ -135,36 +120,31 @@ class Shards:
             self.require_same(path)
 
     def require_same(self, path):
-        """Raises UserError when a file has changed since the start, unless its bytes are known to be the same."""
+        """Raises UserError when a file has changed, unless its SHA-256 is known to be the same."""
         if (now := stamp(path)) != self.files[path]:
             if now is None or path not in self.digests or digest(path) != self.digests[path]:
-                raise UserError(f"{path}: changed, exchanged or deleted since the run began; put it back and start"
-                                " again, or --resume a checkpoint")
+                raise UserError(f"{path}: changed, exchanged or deleted since the run began or was saved; put it back"
+                                " and start again, or --resume a checkpoint (--other_data=true: on other shards)")
             self.files[path] = now  # touched, or exchanged for a copy
 
-    def inspect(self, path) -> UserError | None:
-        """Reads a shard once, for its SHA-256 and for the checks of its tokens; what is wrong with it."""
-        largest, separated, found = 0, False, hashlib.sha256()
-        try:
-            self.require_same(path)
-            for tokens in token_blocks(path, found.update):
-                largest = max(largest, int(tokens.max(initial=0)))
-                separated = separated or (tokens == self.vocab_size - 1).any()
-            self.require_same(path)
-            self.digests[path] = found.hexdigest()
-            require_tokens(path, largest, separated, self.vocab_size)
-        except UserError as error:
-            return error
+    def expect(self, table):
+        """From now on, `read` compares each shard with its SHA-256 in the `table` of a run that this one continues."""
+        for path, (_, size, known) in zip(self.files, table):
+            if known:
+                self.digests[path], self.files[path] = known, (size,)  # no file has this stamp
+
+    def table(self, read=None) -> list[tuple]:
+        """(name, bytes, SHA-256) of every shard. The SHA-256 is None where it is not known: of shards behind the first
+        `read` ones (None: all), and of a file that has changed. Reads the files whose SHA-256 is not known yet."""
+        for path in [*self.files][:read]:
+            if path not in self.digests:
+                with suppress(UserError):
+                    found = digest(path)
+                    self.require_same(path)
+                    self.digests[path] = found
+        return [(path.name, size, self.digests.get(path)) for path, (size, *_) in self.files.items()]
 
 
 def run_shards(config) -> dict[str, Shards]:
     """The training ("train") and the validation shards ("val") of a run."""
-    return {part: Shards(getattr(config.data, f"{part}_files"), config.model.vocab_size) for part in ("train", "val")}
-
-
-def inspect_all(shards: dict[str, Shards]):
-    """Inspect all shards in a thread, those of the validation first, since every run reads them, the others in the
-    order in which a run reads them."""
-    thread = ThreadPoolExecutor(1)
-    for each in shards["val"], shards["train"]:
-        each.checks = {path: thread.submit(each.inspect, path) for path in each.files}
+    return {part: Shards(getattr(config.data, f"{part}_files")) for part in ("train", "val")}

@@ -57,7 +57,7 @@ def bits_per_byte(config, loss, tokens):
 def validate(model, config, attention):
     """Prints the loss of the final validation. attention: its AttentionSettings."""
     rt = Runtime(0, 1, model.embed.device)
-    shards = Shards(config.data.val_files, config.model.vocab_size)
+    shards = Shards(config.data.val_files)
     for warning in shards.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     data = ValidationData(config, rt, hash_ids(model), shards)

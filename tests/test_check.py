@@ -255,7 +255,7 @@ def test_check_reads_the_first_shards(check, folder):
     write_shard(folder / "y_2.bin", [*DOCUMENT * 3, 257])
     config = T.parse_config([*check.args, f"--train_files={folder}/y_*.bin"])
     assert start.read_shards(config, "train", 7201) == [
-        "not read: 1 shards from y_2.bin on; a run reads them while it starts"]
+        "not read: 1 shards from y_2.bin on; a run reads each when it needs it"]
     with pytest.raises(UserError, match="y_2.bin: token 257"):
         start.read_shards(config, "train", 7202)
     assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].config.model, 700).lengths.tolist() == [600, 100]

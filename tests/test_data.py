@@ -1,5 +1,6 @@
 """From shard files to batches, compared with the plain loops of oracles.py. All values are integers: exact equality."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from data.run.memory import possible_micro_batches
 from data.run.program import UserError
 from data.run.start import survey_training_data, survey_validation_data
 from data.run.warmup import MicroStepGraphs
-from data.shards import Shards, find_files, inspect_all, read_shard, read_shard_header
+from data.shards import Shards, find_files, read_shard, read_shard_header
 from oracles import write_shard
 
 CPU = torch.device("cpu")
@@ -382,11 +383,11 @@ def test_shards_without_tokens_are_passed_over(tmp_path):
     corpus, empty = random_corpus(tmp_path, 4), tmp_path / "train_000b.bin"
     write_shard(empty, [])
     corpus.assert_served()
-    assert Shards(corpus.config.data.train_files, 50).warnings == [f"{empty} holds no tokens and is passed over"]
+    assert Shards(corpus.config.data.train_files).warnings == [f"{empty} holds no tokens and is passed over"]
     val = random_shard(np.random.default_rng(3), 40)[:513]
     assert np.array_equal(validation(tmp_path, [[], val[:200], [], val[200:]], 1).tokens, val)
     with pytest.raises(UserError, match="train_000b.bin: no file holds a token"):
-        Shards(str(empty), 50)
+        Shards(str(empty))
 
 
 def change_shard(path, how):
@@ -422,13 +423,14 @@ def test_a_shard_that_changes_during_the_run(tmp_path, change, known):
             assert_batch(loader.next_batch(), row)
         path = loader.files[0]
         if known:
-            assert [loader.shards.inspect(each) for each in loader.files] == [None] * 3
+            loader.shards.table()
         change_shard(path, change)
         if known and change not in OTHERS:
             for row in rows[corpus.rows_before_the_end() // 2:]:
                 assert_batch(loader.next_batch(), row)
         else:
-            with pytest.raises(UserError, match=f"^{path}: changed, exchanged or deleted since the run began; [^\n]*$"):
+            message = f"^{path}: changed, exchanged or deleted since the run began or was saved; [^\n]*$"
+            with pytest.raises(UserError, match=message):
                 for _ in rows:
                     loader.next_batch()
         (tmp_path / path.name).unlink(missing_ok=True)
@@ -439,62 +441,46 @@ def test_validation_holds_what_it_has_read(tmp_path, change):
     val = random_shard(np.random.default_rng(3), 40)[:513]
     data, path = validation(tmp_path, [val], 1), tmp_path / "val_0.bin"
     before = [batch.tokens.tolist() for batch in data]
-    shards = Shards(str(path), 50)
+    shards = Shards(str(path))
     change_shard(path, change)
     assert [batch.tokens.tolist() for batch in data] == before
     with pytest.raises(UserError, match="val_0.bin: changed"):  # between the start and the reading
         L.ValidationData(data.config, data.rt, shards=shards)
 
 
-BIG = 2**20  # tokens; a shard is read in pieces of half as many
+BIG = 2**20
 
 
 @pytest.mark.parametrize("places, message", [
     ({0: SEP}, None), ({BIG: SEP}, None), ({}, "no document separator .token 49"), ({0: SEP, BIG: 50}, "token 50 but"),
-    ({0: SEP, 2**19 - 512: 65535}, "token 65535 but"), ({BIG: 50}, "token 50 but")])
-def test_inspection_reads_all_tokens(tmp_path, places, message):
-    """The first and the last one, and those at a border of what is read at once."""
+    ({0: 50, 9: SEP}, "token 50 but")])
+def test_reading_checks_all_tokens(tmp_path, places, message):
+    """The first and the last one."""
     tokens = np.zeros(BIG + 1, np.uint16)
     tokens[[*places]] = [*places.values()]
     path = write_shard(tmp_path / "a.bin", tokens)
-    shards = {"val": Shards(str(path), 50), "train": Shards(str(path), 50)}
-    inspect_all(shards)
-    for each in shards.values():
-        error = each.checks[path].result(60)
-        assert error is None if message is None else str(error).startswith(f"{path}: {message.replace('.', '(')}")
-        assert each.digests == {path: hashlib.sha256(path.read_bytes()).hexdigest()}
+    with pytest.raises(UserError, match=f"^{path}: {message}") if message else contextlib.nullcontext():
+        assert np.array_equal(read_shard(path, 50), tokens)
 
 
-@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 2**20 + 1, 2**20 + 1500])
-def test_a_shard_that_is_cut_during_its_inspection(tmp_path, size):
-    path = write_shard(tmp_path / "a.bin", np.full(BIG, SEP))
-    shards = Shards(str(path), 50)
-    os.truncate(path, size)
-    assert str(shards.inspect(path)).startswith(f"{path}: changed") and shards.digests == {}
-
-
-@pytest.mark.parametrize("bad, message", [([7] * 3000, "no document separator .*49"), ([SEP, 50] * 1500, "token 50")])
-def test_rehearsal_meets_the_bad_shards_of_the_run(tmp_path, bad, message):
-    """And no others. It leaves the batches as they are."""
-    shards = [random_shard(np.random.default_rng(seed), 90) for seed in range(2)]
-    corpus = Corpus(tmp_path, [*shards, np.array(bad)], [(64, 30)] * 60, micro_batches=1)
-    path, reached = tmp_path / "train_002.bin", 0
-    with pytest.raises(UserError, match=f"train_002.bin: {message}"):
-        loader = corpus.loader()
-        for _ in range(60):
-            loader.next_batch()
-            reached += 1
-    for count, meets in (reached, False), (reached + 1, True):
-        corpus.spec = [(64, 30)] * count
-        loader = corpus.loader()
-        loader.next_batch()
-        try:
-            loader.rehearse()
-            assert not meets
-        except UserError as error:
-            assert meets and str(error).startswith(f"{path}: ")
-        assert_batch(loader.next_batch(), corpus.expected()[1])
-    assert reached > 9 and not corpus.warnings
+def test_checksums_are_those_of_the_files_that_were_read(tmp_path):
+    """A run that continues another one refuses the first shard that differs, when it reads it."""
+    sums, paths = [], [write_shard(tmp_path / f"{i}.bin", np.full(BIG + i, SEP)) for i in range(3)]
+    sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    shards, later, other = (Shards(f"{tmp_path}/*.bin") for _ in range(3))
+    tables = [[(path.name, os.path.getsize(path), known) for path, known in zip(paths, found)]
+              for found in ([None] * 3, [sums[0], None, None], sums)]
+    assert [shards.table(0), shards.table(1), shards.table()] == tables
+    for found, change in (shards, True), (later, False), (other, True):
+        found.expect(tables[1])
+        change_shard(paths[0], "overwritten" if change else "touched")
+        for path in paths:
+            fails = change and path == paths[0]
+            with pytest.raises(UserError, match=f"^{path}: changed, ") if fails else contextlib.nullcontext():
+                found.read(path, 50)
+        write_shard(paths[0], np.full(BIG, SEP))
+    change_shard(paths[1], "overwritten")
+    assert other.table() == [*tables[2][:1], (*tables[2][1][:2], None), tables[2][2]]  # nobody knows what was read
 
 
 def test_where_files_are_looked_for(tmp_path, monkeypatch):

@@ -212,10 +212,12 @@ def revision(sources) -> str:
     return f"{commit} {'with changes' if changed else 'clean'}"
 
 
-def shards_line(shards) -> str:
-    """The SHA-256 of all shards of a run, in name order; unknown where a file could not be read."""
-    return "shards: " + " ".join(f"{part}_sha256=" + ",".join(each.digests.get(path, "unknown") for path in each.files)
-                                 for part, each in shards.items())
+def shards_line(shards, read) -> str:
+    """The SHA-256 of the validation shards and of the first `read` training shards, in name order; unknown of the
+    others, and of a file that has changed."""
+    tables = {"train": shards["train"].table(read), "val": shards["val"].table()}
+    return "shards: " + " ".join(f"{part}_sha256=" + ",".join(known or "unknown" for *_, known in table)
+                                 for part, table in tables.items())
 
 
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict, shards: dict):
@@ -232,8 +234,7 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict,
     given = (f"--{key}={text}" for key, text in public(read_arguments(argv)).items())
     facts = {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
              "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}
-    facts |= {f"{part}_shards": " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
-              for part, each in shards.items()}
+    facts |= {f"{part}_shards": str(each) for part, each in shards.items()}
     facts |= {f"env.{key}": published(value) for key, value in sorted(os.environ.items())
               if re.match("TORCH(?!ELASTIC)|TRITON|NCCL|OMP_", key)}  # torchrun's own differ between runs
     facts = machine | facts | public({key: render(value) for key, value in flatten(config).items()})

@@ -201,8 +201,8 @@ def measure_gpu(fp8) -> Gpu:
 
 
 def require_equal_ranks(rt, config, sources: dict):
-    """Raises a UserError on all ranks if one has other settings or other code than rank 0, as on a second machine that
-    was started with another command. Paths may differ. sources: {path: text}."""
+    """Raises a UserError on all ranks if one has other settings, code or shards than rank 0, as on a second machine
+    that was started with another command. Paths may differ. sources: {path, or name of what must be equal: text}."""
     if rt.world == 1:
         return
     mine = {f"--{knob}": render(value) for knob, value in flatten(config).items() if knob not in PATHS} | sources
@@ -212,7 +212,7 @@ def require_equal_ranks(rt, config, sources: dict):
     for rank, found in enumerate(everyone):
         if differing := found.items() ^ everyone[0].items():
             raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted({name for name, _ in differing}))}:"
-                            " start all processes with the same command and the same code")
+                            " start all processes with the same command, code and shards")
 
 
 def of_rank_0(value, rt):

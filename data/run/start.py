@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import tempfile
-from concurrent.futures import wait
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,10 +17,10 @@ import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.length import (
     MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
-from data.run.machine import capability, choose_kernels, find_device, of_rank_0
+from data.run.machine import capability, choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, existing_folder, is_writable, user_error, user_path
-from data.run.state import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
+from data.run.state import check_weights, compare_shards, load_checkpoint
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
 
@@ -56,7 +55,7 @@ def survey_training_data(config, world=1) -> tuple[str, bool]:
     """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million tokens
     or more, for one pass). Reads all headers and the beginning of the first shard. Raises UserError when no run can
     train on these files."""
-    shards = Shards(config.data.train_files, config.model.vocab_size)
+    shards = Shards(config.data.train_files)
     files, counts, available = [*shards.files], shards.counts, sum(shards.counts)
     longest = 1 + max(stage.batch_tokens for stage in config.schedule.stages) // (config.system.micro_batches or 1)
     if longest > max(counts):
@@ -76,7 +75,7 @@ def survey_training_data(config, world=1) -> tuple[str, bool]:
 def survey_validation_data(config, world=1) -> tuple[str, bool]:
     """(a line about the validation data, whether no file of it is trained on). Raises UserError when the files hold too
     few tokens."""
-    shards = Shards(config.data.val_files, config.model.vocab_size)
+    shards = Shards(config.data.val_files)
     files, counts = shards.files, shards.counts
     require_validation_tokens(config, sum(counts))
     found = f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
@@ -90,21 +89,24 @@ def read_shards(config, part, most=2**30) -> list[str]:
     """Lines about the shards of one part of the data ("train", "val") for --check: what is doubtful, and what was not
     read, since it is behind the first `most` bytes. Raises UserError for a bad shard that the run certainly reads, and
     for shards that are not those of the checkpoint to resume."""
-    shards = Shards(getattr(config.data, f"{part}_files"), config.model.vocab_size)
+    shards = Shards(getattr(config.data, f"{part}_files"))
     trained = 1 if config.schedule.minutes else total_tokens(config.schedule)
     taken = trained if part == "train" else config.data.val_tokens + 1
     found, unread = list(shards.warnings), []
+    if config.system.resume:
+        found.append(compare_shards(load_checkpoint(config.system.resume), config, {part: shards}))
     for path, start, count in zip(shards.files, accumulate(shards.counts, initial=0), shards.counts):
         if 2 * (start + count) > most:
             unread.append(path)
-        elif error := shards.inspect(path):
+            continue
+        try:
+            shards.read(path, config.model.vocab_size)
+        except UserError as error:
             if start < taken:
-                raise error
+                raise
             found.append(f"{error}; the run ends there if it needs the shard")
     if unread:
-        found.append(f"not read: {len(unread)} shards from {unread[0].name} on; a run reads them while it starts")
-    if config.system.resume:
-        found.append(compare_shards(load_checkpoint(config.system.resume), config, {part: shards}))
+        found.append(f"not read: {len(unread)} shards from {unread[0].name} on; a run reads each when it needs it")
     return list(filter(None, found))
 
 
@@ -243,29 +245,3 @@ def fit_size(schedule, parse, world, gpu, device):
     if not MEASURED[0] <= tokens <= MEASURED[1]:
         line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in MEASURED))
     return parse(best.size, gpu), line, time
-
-
-def agree_on_shards(trainer, resumed, patience=2):
-    """The last check of a start: all ranks end here if rank 0 has found a shard by now that the run must not read. All
-    get the SHA-256 that are known.
-
-    resumed: the checkpoint. A run that resumes waits until all shards are compared with it; another run waits
-    `patience` seconds at most, since the loader checks each shard again before it uses it."""
-    found, shards, rt, config = None, trainer.shards, trainer.rt, trainer.config
-    if rt.rank == 0:
-        compared = resumed and "shards" in resumed and not config.system.other_data
-        wait([check for each in shards.values() for check in each.checks.values()], None if compared else patience)
-        try:
-            if warning := resumed and compare_shards(resumed, config, shards):
-                trainer.log.line(f"warning: {warning}")
-            trainer.require_sound_shards()
-            found = {part: shard_table(each) for part, each in shards.items()}
-        except UserError as error:
-            found = error
-    found = of_rank_0(found, rt)
-    if isinstance(found, UserError):
-        raise found
-    for part, each in shards.items():
-        if difference := other_shard(found[part], shard_table(each)):
-            raise UserError(f"the shards here are not those of rank 0: {difference}")
-        each.digests |= {path: known for path, (*_, known) in zip(each.files, found[part]) if known}

@@ -6,7 +6,6 @@ A checkpoint is a dictionary of plain values and tensors.
 import functools
 import os
 import zipfile
-from concurrent.futures import wait
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -69,9 +68,7 @@ def save(trainer, step, seconds):
              for sharded in [optimizer.sharded[label]]}
     if trainer.rt.rank:
         return
-    read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
-    wait(check for part, end in read.items() for check in [*shards[part].checks.values()][:end])
-    state["shards"] = {part: shard_table(each) for part, each in shards.items()}
+    state["shards"] = {"train": shards["train"].table(state["loader"]["shard"] + 1), "val": shards["val"].table()}
     if mlps := model.codes.get("mlp_bank"):
         state["fp8_mlps"] = mlps.state_dict()
     # The tensors are copied, since a view would bring the whole padded buffer into the file.
@@ -110,40 +107,26 @@ def check_weights(state, model):
         raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
 
 
-def shard_table(shards) -> list[tuple]:
-    """(name, bytes, SHA-256 or None if it is not known yet) of every file of a Shards."""
-    return [(path.name, size, shards.digests.get(path)) for path, (size, *_) in shards.files.items()]
-
-
-def other_shard(saved, found) -> str:
-    """The first difference between two `shard_table`s in words, which name the file; "" if there is none."""
-    none = None, None, None
-    for (old, old_size, old_sum), (new, size, total) in zip_longest(saved, found, fillvalue=none):
-        if old is None or new is None:
-            return f"{new} is one more" if old is None else f"{old} is missing"
-        if old != new:
-            return f"{new} is in the place of {old}"
-        if old_size != size:
-            return f"{new} has {size} bytes instead of {old_size}"
-        if old_sum and total and old_sum != total:
-            return f"{new} has other tokens"
-    return ""
-
-
 def compare_shards(state, config, shards) -> str:
-    """A warning about the shards of a run that resumes the checkpoint `state`, or "". shards: part of the data ->
-    Shards. Raises UserError when they are not those of the checkpoint, unless --other_data is set."""
-    saved = state.get("shards")
-    if saved is None:
-        return "the checkpoint is an older one that does not say which shards it has read, so nobody has compared them"
-    found = [other_shard(saved[part], shard_table(each)) for part, each in shards.items()]
-    if not any(found):
-        return ""
-    found = f"the shards are not those of the checkpoint: {next(filter(None, found))}"
-    if not config.system.other_data:
-        raise UserError(f"--resume={config.system.resume}: {found}; bring those back (DATA_PATH may name their folder),"
-                        " or go on with --other_data=true")
-    return f"{found}; the run goes on at the same place of these, as --other_data=true says"
+    """A warning about the shards of a run that resumes the checkpoint `state`, or "". Raises UserError when their names
+    or sizes are not those of the checkpoint, unless --other_data is set. Without it, reading a shard will compare its
+    SHA-256. shards: part of the data -> Shards."""
+    def named(shard):
+        return "{} of {} bytes".format(*shard) if shard else "nothing"
+
+    if (saved := state.get("shards")) is None:
+        return "the checkpoint is an older one that does not say which shards it has read, so nobody compares them"
+    pairs = [pair for part, each in shards.items() for pair in zip_longest(saved[part], each.table(0))]
+    differing = [f"the shards are not those of the checkpoint: {named(new)} is in the place of {named(old)}"
+                 for old, new in pairs if named(old) != named(new)]
+    if config.system.other_data:
+        return f"{differing[0]}; the run goes on at the same place, as --other_data=true says" if differing else ""
+    if differing:
+        raise UserError(f"--resume={config.system.resume}: {differing[0]}; bring those back (DATA_PATH may name their"
+                        " folder), or go on with --other_data=true")
+    for part, each in shards.items():
+        each.expect(saved[part])
+    return ""
 
 
 # ---- The optimizer's state -------------------------------------------------------------------------------------------

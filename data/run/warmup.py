@@ -300,17 +300,16 @@ class UpdateGraphs:
         return self.numbers
 
     def __call__(self, plan, numbers, eager=False):
-        """numbers: used only if not `enabled`; a graph reads those of `set_numbers`. eager: as in MicroStepGraphs."""
+        """numbers: those of `set_numbers`, if `enabled`. eager: as in MicroStepGraphs."""
+        key = plan.update_key
         if not self.enabled:
             self.run(plan, numbers)
-            return
-        key = plan.update_key
-        if key in self.graphs and not eager:
+        elif key in self.graphs and not eager:
             self.graphs[key].replay()
-            return
-        self.micro_steps.run_eagerly(self.run, plan, self.numbers)
-        if key not in self.graphs and not plan.split:  # the split happens once
-            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, self.numbers)
+        else:
+            self.micro_steps.run_eagerly(self.run, plan, numbers)
+            if key not in self.graphs and not plan.split:  # the split happens once
+                self.graphs[key], _ = self.micro_steps.capture(self.run, plan, numbers)
 
     def drop(self):
         """Free the graphs. NCCL would wait for them without end when its group of processes ends."""
