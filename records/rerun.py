@@ -138,13 +138,13 @@ def report(old: Run, new: Run) -> str:
     differences = {step: round(new.losses[step] - old.losses[step], 9) for step in both}  # decimal, as in the logs
     parts = [compare.table([["step", "log", "rerun", "difference"], *([str(step), *(
         compare.number(values.get(step, math.nan), 4, sign)
-        for values, sign in ((old.losses, ""), (new.losses, ""), (differences, "+")))] for step in steps)], False)]
+        for values, sign in ((old.losses, ""), (new.losses, ""), (differences, "+")))] for step in steps)])]
 
     rows = [row for row in compare.changes(old, new) if not (
         row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]) or row[0] in SHARDS[2:] and row[1] == "–")]
     data, others = ([row for row in rows if (row[0] in SHARDS) == is_data] for is_data in (True, False))
     parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun" for key, theirs, ours in data]
-    parts.append(compare.table([["", "log", "rerun"], *others], False) if others else "settings and machine are equal")
+    parts.append(compare.table([["", "log", "rerun"], *others]) if others else "settings and machine are equal")
 
     worst = max(both, key=lambda step: (math.isnan(differences[step]), abs(differences[step])), default=None)
     verdict = "equal in every digit"
