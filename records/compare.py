@@ -76,8 +76,9 @@ TWO_LINES = re.compile(r"(step:\d+/\d+)( \w+_loss:\S+)\n\1( train_time:\d+ms ste
 class Run:
     """One log."""
 
-    name: str = field(compare=False)
-    path: Path = field(default=Path(), compare=False)
+    name: str
+    path: Path = Path()
+    text: str = ""  # of the log, whatever its line ends
     source: str = ""  # all dumped files
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
@@ -99,7 +100,7 @@ def read_run(path: Path) -> Run:
     with user_error(f"cannot read {path}"):
         text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
     name = re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem)  # the first eight digits of a UUID
-    run, headers, body = Run(name, path), list(HEADER.finditer(text)), text
+    run, headers, body = Run(name, path, text.strip()), list(HEADER.finditer(text)), text
     if headers:
         run.source = text[:headers[-1].start()].removeprefix(RULE[1:] + "\n")
         (machine, _, body), settings = text[headers[-1].end():].partition(RULE), ""
@@ -156,7 +157,7 @@ def read_groups(arguments) -> dict[str, list[Run]]:
         if not (paths := sorted(paths)):
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
         for run in map(read_run, paths):
-            if copy := next((other for runs in groups.values() for other in runs if other == run), None):
+            if copy := next((other for runs in groups.values() for other in runs if other.text == run.text), None):
                 raise UserError(f"{run.path} and {copy.path} are the same log: name each run once")
             groups.setdefault(label, []).append(run)
     return groups

@@ -117,7 +117,7 @@ def test_our_log():
     assert run.training == {k: 5 + k / 10 for k in range(1, 6)} and run.seconds == {0: 0, 3: 0.09, 5: 0.15}
     older = read_run(write("a.txt", re.sub(  # as before November 28, 2026: one line for both, no training loss
         r"step:\S+ train_loss:.*\n|(?<=val_loss:\d.\d{4})\nstep:\S+", "", run.path.read_text())))
-    assert replace(older, training=run.training) == run and not older.training
+    assert replace(older, text=run.text, training=run.training) == run and not older.training
 
 
 @pytest.mark.parametrize("end, more, kept, problem", [

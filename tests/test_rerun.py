@@ -117,11 +117,12 @@ def test_equal_runs(tmp_path, log, again, monkeypatch):
     status, out, err, new, (argv, env, folder, cwd) = again(log)
     assert (status, err) == (0, "") and out.splitlines()[0] == f"this executes the code in {log}, whoever wrote it"
     assert """
-step     log   rerun  difference
-0     5.0370  5.0370     +0.0000
-2     4.5370  4.5370     +0.0000
-4     4.0370  4.0370     +0.0000
-6     3.5370  3.5370     +0.0000
+| step |    log |  rerun | difference |
+| ---- | ------ | ------ | ---------- |
+| 0    | 5.0370 | 5.0370 |    +0.0000 |
+| 2    | 4.5370 | 4.5370 |    +0.0000 |
+| 4    | 4.0370 | 4.0370 |    +0.0000 |
+| 6    | 3.5370 | 3.5370 |    +0.0000 |
 
 """ in out and out.endswith("\n\nequal in every digit\n")
     assert new.name.startswith("rerun_base_") and dict(rerun.unpack(compare.read_run(new))) == FILES
