@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.program import UserError, one_line, run_program, user_path
-from records.work import WORK, calls, name_in_work
+from records.work import WORK, calls
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
@@ -172,10 +172,8 @@ def analyse(trace):
         for whole, kind in ("micro-step", "compute"), ("update", "compute"), ("update", "communication"):
             tell_apart([[i for i in items if i.kind == kind and start <= i.launched < end]
                         for start, end, name in host.ranges if name == whole], whole)
-    left_out = []  # items of the steps with launches kernel by kernel
-    if run.get("cuda_graphs") and len(steps) > 1:
+    if run.get("cuda_graphs") and len(steps) > 1:  # without the steps of launches kernel by kernel
         steps = steps[min(2, len(steps) - 1):]
-        left_out = [i for i in items if i.launched < steps[0][0] and i.kind != "transfer"]
         items = [i for i in items if i.launched >= steps[0][0]]
     compute, communication = ([i for i in items if i.kind == kind] for kind in ("compute", "communication"))
     if gpu:
@@ -211,31 +209,29 @@ def analyse(trace):
     numbers = [int(name.split()[1]) for _, _, name in steps]
     return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
             "regions": dict(regions), "names": sorted(names, key=lambda row: -row[2]),
-            "rates": rates(items, run, numbers) if run.get("limits") else [], "items": left_out + busy}
+            "rates": rates(items, run, numbers) if run.get("limits") else []}
 
 
 def rates(items, run, numbers):
     """Rows (operations, calls per step, ms per step, rate, its unit, part of the measured limit) of our kernels in the
     steps of these numbers. Operations that share their kernels share a row. Its last three values are None if the
     number of launches is not the expected number."""
-    count, took, families, rows = Counter(), Counter(), defaultdict(list), []
+    launches, families, rows = defaultdict(list), defaultdict(list), []  # seconds by kernel; least work by kernels
     for item in items:
-        count[name_in_work(item.name)] += 1
-        took[name_in_work(item.name)] += item.own * 1e-6
+        launches[item.name.replace("_hopper_kernel", "_kernel")].append(item.own * 1e-6)
     for times, name, *sizes in (call for step in run["steps"] if step["step"] in numbers for call in step["calls"]):
         kinds, least_work = WORK[name]
-        families[kinds] += [(name, least_work(*sizes))] * times
+        families[kinds] += [(name, *least_work(*sizes))] * times
     for kinds, done in families.items():
-        kinds = kinds.split()
-        seen, seconds = (sum(counter[kind] for kind in kinds) for counter in (count, took))
-        if seen:
-            names, amounts = {name for name, _ in done}, np.array([amounts for _, amounts in done], dtype=float)
-            least = amounts / (run["limits"]["bf16"], run["limits"]["copy"])
-            column = int(least[:, 1].sum() > least[:, 0].sum())
-            found = amounts[:, column].sum() / seconds, ("FLOP/s", "B/s")[column], least.max(1).sum() / seconds
-            if seen != len(done) * len(kinds):
+        if seconds := [each for kind in kinds.split() for each in launches[kind]]:
+            names, *amounts = zip(*done)
+            amounts, took = np.array(amounts, dtype=float), sum(seconds)
+            least = amounts / [[run["limits"]["bf16"]], [run["limits"]["copy"]]]
+            bound = int(least[1].sum() > least[0].sum())
+            found = amounts[bound].sum() / took, ("FLOP/s", "B/s")[bound], least.max(0).sum() / took
+            if len(seconds) != len(done) * len(kinds.split()):
                 found = [None] * 3
-            rows.append((" ".join(sorted(names)), len(done) / len(numbers), 1e3 * seconds / len(numbers), *found))
+            rows.append((" ".join(sorted({*names})), len(done) / len(numbers), 1e3 * took / len(numbers), *found))
     return sorted(rows, key=lambda row: -row[2])
 
 
@@ -298,19 +294,12 @@ def table(result, top=25):
 # ---- Recording -------------------------------------------------------------------------------------------------------
 
 def recorded(profiler, path, run):
-    """Writes the trace and the regions of its kernels to `path`, complete or not at all. Returns the numbers."""
+    """Writes the trace to `path`, complete or not at all. Returns the numbers."""
     temporary = Path(f"{path}.tmp")
     try:
         profiler.export_chrome_trace(str(temporary))
         trace = json.loads(temporary.read_text(encoding="utf-8"), strict=False) | {"run": run}
         result = analyse(trace)
-        for item in result["items"]:
-            track = trace["traceEvents"][-1]
-            if track.get("cat") == "region" and (track["name"], track["tid"]) == (item.region, item.kind):
-                track["dur"] = max(track["dur"], item.end - track["ts"])
-            else:
-                trace["traceEvents"].append({"ph": "X", "cat": "region", "name": item.region, "pid": "regions",
-                                             "tid": item.kind, "ts": item.start, "dur": item.end - item.start})
         with gzip.open(temporary, "wt", compresslevel=4, encoding="utf-8") as file:
             json.dump(trace, file)
         temporary.replace(path)
