@@ -1,17 +1,16 @@
 """Evaluate a checkpoint: validation loss, bits per byte, HellaSwag; export weights for other programs.
 
-    python records/evaluate.py CHECKPOINT [--hellaswag[=FILE]] [--export=FILE.safetensors] [--validate=false]
+    python records/evaluate.py CHECKPOINT [--hellaswag=FILE] [--export=FILE.safetensors] [--validate=false]
 
+FILE is the authors' hellaswag_val.jsonl (records/guide.md says where it is), or questions of your own in its format.
 The command also takes the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=...
 (less memory). All other settings come from the checkpoint. It uses a GPU if there is one.
 """
 
 import functools
-import hashlib
 import json
 import math
 import sys
-import urllib.request
 from itertools import accumulate
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from data.loader import ValidationData
 from data.run.config import flatten, read_options, render
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
-from data.shards import Shards, data_root
+from data.shards import Shards
 from data.tokenizer import text_codec
 from train_gpt import RECORD74, load_model, summed_loss
 from train_gpt import validate as mean_loss
@@ -69,39 +68,17 @@ def validate(model, config, attention):
         print(f"no bits per byte: {error}", flush=True)
 
 
-HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
-
-
-def fetch_hellaswag() -> Path:
-    """Path of the authors' validation set in data/hellaswag (of DATA_PATH), downloaded once. Raises UserError."""
-    path = data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
-    if not path.exists():
-        try:
-            with urllib.request.urlopen(HELLASWAG_URL, timeout=60) as answer:
-                content = answer.read()
-        except Exception as error:  # urllib raises many kinds of errors
-            raise UserError(f"cannot fetch HellaSwag from {HELLASWAG_URL} ({error}); --hellaswag=FILE takes"
-                            " a copy") from None
-        if hashlib.sha256(content).hexdigest() != HELLASWAG_SHA256:
-            raise UserError(f"what came from {HELLASWAG_URL} is not the published file; --hellaswag=FILE takes a copy")
-        with atomic_write(path) as file:
-            file.write(content)
-    return path
-
-
 def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
     """(context, four endings, index of the right ending) of every line of JSON. Raises UserError for another format."""
     with user_error(f"cannot read {path}", UnicodeDecodeError), open(user_path(path), encoding="utf-8") as file:
         lines, examples = [*file], []
     for number, line in enumerate(lines, 1):
-        try:
+        with user_error(f"{path}, line {number}: not an example with ctx, four endings and label", ValueError, KeyError,
+                        TypeError):
             example = json.loads(line)
             context, endings, label = example["ctx"], example["endings"], int(example["label"])
             if len(endings) != 4 or not all(isinstance(x, str) for x in (context, *endings)) or not 0 <= label < 4:
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: not an example with ctx, four endings and label") from None
+                raise ValueError("wrong types or numbers")
         examples.append((context, endings, label))
     if not examples:
         raise UserError(f"{path}: no examples")
@@ -189,13 +166,9 @@ def main(argv) -> int:
     if not argv or "--help" in argv:
         print(__doc__)
         return int(not argv)
-    path, *argv = argv
     try:
-        for i, (arg, following) in enumerate(zip(argv, [*argv[1:], "--"])):
-            if arg == "--hellaswag" and following.startswith("--"):
-                argv[i] = f"--hellaswag={fetch_hellaswag()}"
-        options, knobs = read_options(argv, {"hellaswag": "", "export": "", "validate": True}, {}, flatten(RECORD74))
-        config, model, attention = load_model(path, knobs)
+        options, knobs = read_options(argv[1:], {"hellaswag": "", "export": "", "validate": True}, {}, flatten(RECORD74))
+        config, model, attention = load_model(argv[0], knobs)
         if options["export"]:
             export(model, config, options["export"])
         if options["validate"]:
@@ -204,9 +177,6 @@ def main(argv) -> int:
             hellaswag(model, config, attention, options["hellaswag"])
     except torch.OutOfMemoryError:
         raise UserError("out of GPU memory: lower --val_batch_tokens") from None
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr, flush=True)
-        return 130
     return 0
 
 

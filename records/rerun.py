@@ -64,15 +64,16 @@ def require_whole(path, run: Run):
     found = [name for name, text in unpack(run) if text or name != SCRIPT]
     missing = [f"`{key}`" for key in REQUIRED if key not in run.facts]
     missing += [f"the text of {name}" for name in [*names, SCRIPT] if name not in found]
-    if missing := missing + ["validation losses"] * (not run.losses):
-        raise UserError(f"{path}: lacks {', '.join(missing)}; it cannot be trained again, like all older logs")
-    for name in names:
-        if not NAME.fullmatch(name):
-            raise UserError(f"{path}: '{name}' among its sources may lead out of the folder; do not trust this log")
-        if found.count(name) > 1:
-            raise UserError(f"{path}: holds {name} more than once; if these are two logs, give one of them")
+    missing += ["validation losses"] * (not run.losses)
+    wrong = [f"lacks {', '.join(missing)}; it cannot be trained again, like all older logs"] * bool(missing)
+    wrong += [f"'{name}' among its sources may lead out of the folder; do not trust this log"
+              for name in names if not NAME.fullmatch(name)]
+    wrong += [f"holds {name} more than once; if these are two logs, give one of them"
+              for name in names if found.count(name) > 1]
     if resumed := run.facts.get("resume"):
-        raise UserError(f"{path}: this run went on from {resumed}; rerun the log in which it began")
+        wrong.append(f"this run went on from {resumed}; rerun the log in which it began")
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]}")
 
 
 def settings(run: Run, overrides) -> dict[str, str]:
@@ -110,15 +111,6 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def processes(ranks: int, device: str) -> int:
-    """The number of processes to start for a run of `ranks`. Fewer processes make more micro-steps each."""
-    if device == "cpu" or ranks <= (gpus := gpu_count()):
-        return ranks
-    if not gpus:
-        raise UserError("the run was on GPUs and this machine has none; add --device=cpu (slow, other digits)")
-    return max(n for n in range(1, gpus + 1) if ranks % n == 0)
-
-
 def execute(command, folder, env) -> int:
     """Runs the command and returns its exit status. The command has its own session, so it gets Ctrl-C only once,
     from this process: a second signal would disturb torchrun while it ends its processes."""
@@ -136,14 +128,15 @@ def report(old: Run, new: Run) -> str:
     steps = sorted(old.losses | new.losses)
     both = [step for step in steps if step in old.losses and step in new.losses]
     differences = {step: round(new.losses[step] - old.losses[step], 9) for step in both}  # decimal, as in the logs
-    parts = [compare.table([["step", "log", "rerun", "difference"], *([str(step), *(
-        compare.number(values.get(step, math.nan), 4, sign)
-        for values, sign in ((old.losses, ""), (new.losses, ""), (differences, "+")))] for step in steps)])]
-
+    curves = (old.losses, ""), (new.losses, ""), (differences, "+")
+    parts = [compare.table([["step", "log", "rerun", "difference"], *(
+        [str(step), *(compare.number(values.get(step, math.nan), 4, sign) for values, sign in curves)]
+        for step in steps)])]
     rows = [row for row in compare.changes(old, new) if not (
         row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]) or row[0] in SHARDS[2:] and row[1] == "–")]
-    data, others = ([row for row in rows if (row[0] in SHARDS) == is_data] for is_data in (True, False))
-    parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun" for key, theirs, ours in data]
+    parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun"
+              for key, theirs, ours in rows if key in SHARDS]
+    others = [row for row in rows if row[0] not in SHARDS]
     parts.append(compare.table([["", "log", "rerun"], *others]) if others else "settings and machine are equal")
 
     worst = max(both, key=lambda step: (math.isnan(differences[step]), abs(differences[step])), default=None)
@@ -159,10 +152,13 @@ def rerun(path: Path, overrides) -> int:
     """Trains the log at `path` again and prints the comparison. Returns the exit status, raises UserError."""
     old = compare.read_run(path)
     require_whole(path, old)
-    knobs, env, ranks = settings(old, overrides), environment(old), old.facts["ranks"]
-    count = processes(int(ranks), knobs["device"])
+    knobs, env, ranks = settings(old, overrides), environment(old), int(old.facts["ranks"])
+    gpus = ranks if knobs["device"] == "cpu" else gpu_count()
+    if not gpus:
+        raise UserError("the run was on GPUs and this machine has none; add --device=cpu (slow, other digits)")
+    count = max(n for n in range(1, gpus + 1) if ranks % n == 0)  # fewer processes make more micro-steps each
     print(f"this executes the code in {path}, whoever wrote it")
-    if count < int(ranks):
+    if count < ranks:
         print(f"{count} of the {ranks} processes fit on the GPUs here and make more micro-steps, so digits will differ")
     if not old.finished:
         print(f"the run in the log did not finish; the losses are compared up to its step {max(old.losses)}")
@@ -170,24 +166,21 @@ def rerun(path: Path, overrides) -> int:
 
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local_addr=localhost", f"--nproc_per_node={count}"]
     command = [sys.executable, *launcher * (count > 1), SCRIPT, *(f"--{key}={value}" for key, value in knobs.items())]
-    pattern = os.path.join(glob.escape(knobs["log_dir"]), glob.escape(knobs["run_label"]) + "_*.txt")
-    before = set(glob.glob(pattern))
-    with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
+    folder, pattern = Path(knobs["log_dir"]), glob.escape(knobs["run_label"]) + "_*.txt"
+    before = {*folder.glob(pattern)}
+    with tempfile.TemporaryDirectory(prefix="rerun_") as temporary:
         for name, text in unpack(old):
             with user_error(f"{path}: cannot unpack {name}"):
-                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(folder, name).write_bytes(text.encode())
-        status = execute(command, folder, env)
+                Path(temporary, name).parent.mkdir(parents=True, exist_ok=True)
+                Path(temporary, name).write_bytes(text.encode())
+        status = execute(command, temporary, env)
     if status:
-        for files in filter(None, map(knobs.get, ("train_files", "val_files"))):
-            if not glob.glob(os.path.join(glob.escape(env["DATA_PATH"]), os.path.expanduser(files))):
-                print(f"{files} is not on this machine: pass --train_files=... and --val_files=...", file=sys.stderr)
-                break
+        print("if it lacks the data of the log, pass --train_files=... and --val_files=...", file=sys.stderr)
         return status
-    logs = set(glob.glob(pattern)) - before
+    logs = {*folder.glob(pattern)} - before
     if len(logs) != 1:
-        raise UserError(f"the run finished, but {len(logs)} new logs match {pattern}; use records/compare.py")
-    print("\n" + report(old, compare.read_run(Path(logs.pop()))), flush=True)
+        raise UserError(f"the run finished, but {len(logs)} new logs in {folder} match {pattern}")
+    print("\n" + report(old, compare.read_run(logs.pop())), flush=True)
     return 0
 
 

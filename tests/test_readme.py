@@ -56,13 +56,13 @@ COMMANDS = sorted(set().union(*(commands((ROOT / name).read_text()) for name in 
 SHELL = {  # commands that neither Python nor run.sh parses; the tests of run.sh execute some of their kind
     "python3 -m venv .venv", ".venv/bin/python -m pip install -r requirements.txt", "pip install -r requirements.txt",
     "tar -cJf caches.tar.xz -C ~ .triton/cache", "tar -xJf caches.tar.xz -C ~",
-    "CKPT=$(ls -t logs/*/state_step*.pt | head -n 1)"}
+    "CKPT=$(ls -t logs/*/state_step*.pt | head -n 1)",
+    "curl -LO https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"}
 
 
 @pytest.fixture
 def no_work(monkeypatch):
     """Programs parse their arguments, but fetch and prepare nothing."""
-    monkeypatch.setattr(evaluate, "fetch_hellaswag", lambda: "hellaswag.jsonl")
     for name in "fineweb", "text", "stdlib":
         monkeypatch.setattr(prepare, name, lambda **options: None)
 
