@@ -15,14 +15,10 @@ speedrun's one-sided t-test: the chance of losses this low if their true mean we
 compares groups. Where two or more seeds are in both groups, a line "by seed" has Student's t-test of the differences of
 equal seeds, which often tells more, since a seed shifts both groups alike. Choose one of the two before you see them.
 
---exchange=SHORT,LONG says what a change is worth in tokens and in seconds (records/README.md). Two groups of different
-lengths give the baseline: its loss is linear in the logarithm of the tokens, its seconds are linear in the tokens. Every
-other group is compared with it at the group's own tokens. Tokens saved: the share that the group can omit and still
-reach the baseline's loss. Net seconds: the group's seconds without this share, minus the baseline's.
-
-Signed labels such as +a-b make a factorial set, which may be incomplete or uneven. A table has the effects: the mean
-with a factor minus the mean without it, by least squares over all runs. Effects are assumed to add up. All runs count as
-independent: if a seed shifts the loss of all labels equally, the intervals are too wide.
+--exchange=SHORT,LONG says what a change is worth in tokens and in net seconds, against a baseline of two lengths whose
+loss is linear in the logarithm of the tokens. Signed labels such as +a-b make a factorial set, which may be incomplete
+or uneven: a table has the effects by least squares over all runs, which assumes that effects add up and that runs are
+independent. records/README.md explains both.
 """
 
 import argparse
