@@ -30,7 +30,7 @@ import triton_kernels as tk
 from data import loader as L
 from data.run import trial
 from data.run.machine import ceilings
-from records.work import WORK, seen_pairs
+from records.trace import WORK, seen_pairs
 
 BF16 = torch.bfloat16
 CONFIG = T.Config()
@@ -53,14 +53,14 @@ class Case(NamedTuple):
     kernel: str
     shape: str
     run: Callable
-    work: tuple  # operations and bytes, as in records/work.py
+    work: tuple  # operations and bytes, as in WORK of records/trace.py
     peers: dict[str, Callable] = {}  # other implementations of the same result
     # Calls per step on one GPU in the stage of this shape; 0 for shapes of several ranks and for parts of other lines.
     calls: float = 0
     fp8: bool = False  # whether the operations are in FP8
 
 
-OWN_WORK = {  # bytes of the operations that records/work.py leaves out
+OWN_WORK = {  # bytes of the operations that records/trace.py leaves out
     "transpose_copy": lambda size: 4 * size, "transpose_add": lambda size: 6 * size,
     "transpose_bytes": lambda size: 2 * size,
     "scaled_weights": lambda size, passes: 2 * size * passes,  # how often (size,) bf16 is read or written
@@ -141,8 +141,8 @@ def rand(*shape, dtype=BF16):
 
 def example(op, dtype=BF16, borders=None, window=128, **sizes):
     """Arguments of an operation, of the widths of this file and these sizes."""
-    widths = trial.Sizes(D, H, HEAD, MLP_DIM, V)
-    return trial.example(op, CONFIG.model, widths._replace(**sizes), dtype, DEVICE, borders, window)
+    widths = dict(D=D, H=H, d=HEAD, F=MLP_DIM, V=V)
+    return trial.example(op, CONFIG.model, dtype, DEVICE, borders, window, **widths | sizes)
 
 
 def muon_cases():

@@ -20,7 +20,7 @@ from data import loader as L
 from data.run.machine import Runtime
 from data.run.program import UserError
 from forks import Forks, rank_variables
-from records import compare, trace, work
+from records import compare, trace
 from test_run import corpus  # noqa: F401 (a fixture)
 
 COPY, IN_A_GRAPH = "MemcpyDtoD", {"MemcpyDtoD": "memcpy32_post", "Memset": "memset32"}  # other names of the same
@@ -285,7 +285,7 @@ def calls(**changes):
     batches = batch(DOCUMENTS[0], 30, 50, None), batch(DOCUMENTS[1], 33, 60, torch.zeros(256))
     plans = [NS(stage=0, micro_batch_tokens=64, adam=odd, tables=odd, tied=step > 1)
              for step, odd in ((1, True), (2, False), (3, True))]
-    return [list(work.calls(made(**changes), plan, batches)) for plan in plans]
+    return [list(trace.calls(made(**changes), plan, batches)) for plan in plans]
 
 
 def pairs(documents, window):
@@ -297,7 +297,7 @@ def found(**changes):
     """{operation: [(operations, bytes) of each call]} and all calls of `calls`."""
     done, least = sum(calls(**changes), []), defaultdict(list)
     for name, *sizes in done:
-        least[name].append(work.WORK[name][1](*sizes))
+        least[name].append(trace.WORK[name][1](*sizes))
     return least, done
 
 
@@ -353,13 +353,13 @@ def test_rates_of_our_kernels(fp8):
     for step, done in enumerate(steps, 1):
         launches = []
         for name, *sizes in done:
-            (flops, data), kernels = work.WORK[name][1](*sizes), work.WORK[name][0].split()
+            (flops, data), kernels = trace.WORK[name][1](*sizes), trace.WORK[name][0].split()
             us = 4e6 * max(flops / 1e12, data / 1e11) / len(kernels)
             launches += [(kernel.replace("_mlp_", "_mlp_hopper_"), None, us) for kernel in kernels]
         rec.play((f"step {step}", *(partial(rec.kernel, *launch) for launch in launches)))
     result = trace.analyse(rec.trace(**run))
     rows = {name: rest for name, *rest in result["rates"]}
-    assert {name for names in rows for name in names.split()} == set(work.WORK)
+    assert {name for names in rows for name in names.split()} == set(trace.WORK)
     assert all(part == pytest.approx(0.25) for *_, part in rows.values())
     assert rows["project"][0] == 6
     assert rows["project"][1] == pytest.approx(6 * 4e3 * (0.5 if fp8 else 1) * 6 * 64 * 256**2 / 1e12)
@@ -373,7 +373,7 @@ def test_rates_of_our_kernels(fp8):
 def test_the_kernels_of_work_exist():
     source = Path(triton_kernels.__file__).read_text()
     launched = set(re.findall(r"^\s+(_\w+_kernel)\[", source, re.M))
-    assert {kernel for kernels, _ in work.WORK.values() for kernel in kernels.split()} < launched
+    assert {kernel for kernels, _ in trace.WORK.values() for kernel in kernels.split()} < launched
 
 
 # ---- Report, errors --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ these examples against its reference."""
 
 import platform
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,25 +23,14 @@ def is_tested(device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in TESTED
 
 
-class Sizes(NamedTuple):
-    """Of the examples: width, heads and their width, width of the MLP, columns of the head; tokens, rows of tables,
-    matrices of a bank and their height."""
-    D: int
-    H: int
-    d: int
-    F: int
-    V: int
-    N: int = 256
-    R: int = 64
-    n: int = 2
-    M: int = 256
-
-
-def example(op, model, sizes, dtype, device, borders=None, window=128):
+def example(op, model, dtype, device, borders=None, window=128, **sizes):
     """Arguments of an operation, the same random numbers each time. Inputs with gradients require them. "attention" has
     a list, the arguments of each kind of layer; "mix" those of `sums`, "head" those of `head_loss`. borders (K,) int32:
-    of documents, here two; window: of the pointer."""
-    D, H, d, F, V, N, R, n, M = sizes
+    of documents, here two; window: of the pointer. sizes: other widths than the model's (F: of the MLP, V: columns of
+    the head), N tokens, R rows of tables, n matrices of M rows."""
+    sizes = dict(D=model.model_dim, H=model.num_heads, d=model.head_dim, F=model.mlp_dim, V=model.padded_vocab, N=256,
+                 R=64, n=2, M=256) | sizes
+    D, H, d, F, V, N, R, n, M = sizes.values()
     generator, fp32, int64 = torch.Generator(device).manual_seed(0), torch.float32, torch.int64
 
     def random(*shape, std=1.0, dtype=dtype):
@@ -194,14 +182,13 @@ def find_faults(config, ops, device) -> dict[str, str]:
     """{operation: what is wrong with it in words}, of the operations that do not have their references. "fp8",
     "fp8_mlp" and "fp8_qkv" stand for the head and two operations in FP8."""
     system, model, found = config.system, config.model, {}
-    sizes = Sizes(model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, model.padded_vocab)
     references = {op: functions["torch"] for op, functions in kernels.IMPLEMENTATIONS.items()}
     tried = [(op, op, getattr(ops, op), TOLERANCE) for op in references if getattr(ops, op) is not references[op]]
     tried += [row for row in (("fp8_mlp", "mlp", fp8_mlp, FP8_TOLERANCE), ("fp8", "head", True, FP8_TOLERANCE),
                               ("fp8_qkv", "attention", fp8_attention, FP8_TOLERANCE)) if getattr(system, row[0])]
     for name, op, function, tolerance in tried:
         def run(function):
-            args = example(op, model, sizes, getattr(torch, system.dtype), device)
+            args = example(op, model, getattr(torch, system.dtype), device)
             function = {"mix": partial(sums, function), "head": partial(head_loss, function)}.get(op, function)
             return [x for each in (args if op == "attention" else [args]) for x in outcome(op, function, each)]
         if not found.get(op):
