@@ -1,6 +1,6 @@
-"""Evaluate a checkpoint: validation loss, bits per byte, HellaSwag; export weights for other programs.
+"""Evaluate a checkpoint: validation loss, bits per byte, HellaSwag.
 
-    python records/evaluate.py CHECKPOINT [--hellaswag=FILE] [--export=FILE.safetensors] [--validate=false]
+    python records/evaluate.py CHECKPOINT [--hellaswag=FILE] [--validate=false]
 
 FILE is the authors' hellaswag_val.jsonl (records/guide.md says where it is), or questions of your own in its format.
 The command also takes the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=...
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.launch import choose_waiting
-from data.run.program import UserError, atomic_write, run_program, user_error, user_path
+from data.run.program import UserError, run_program, user_error, user_path
 
 if __name__ == "__main__":  # before torch is imported
     choose_waiting(sys.argv[1:])
@@ -26,7 +26,7 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import ValidationData
-from data.run.config import flatten, read_options, render
+from data.run.config import flatten, read_options
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
 from data.shards import Shards
@@ -136,29 +136,6 @@ def hellaswag(model, config, attention, path):
         print(f"hellaswag_{name}: {accuracy:.4f}\nhellaswag_{name}_standard_error: {error:.4f}", flush=True)
 
 
-# ---- Export ----------------------------------------------------------------------------------------------------------
-
-def export(model, config, path):
-    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors. The random
-    signs of n-grams, which are the same for all models of one width, are not among them (`GPT.__init__`).
-
-    The format, little-endian: length of the header (8 bytes); the header (JSON, padded with spaces to a multiple of 8);
-    the tensors.
-    """
-    names, weights = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}, model.state_dict()
-    ends = [0, *accumulate(x.nbytes for x in weights.values())]
-    header = {label: {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
-              for (label, x), start, end in zip(weights.items(), ends, ends[1:])}
-    header["__metadata__"] = {key: render(value) for key, value in flatten(config).items()}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic_write(user_path(path)) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for x in weights.values():
-            file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    print(f"exported: {path}", flush=True)
-
-
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 def main(argv) -> int:
@@ -167,10 +144,8 @@ def main(argv) -> int:
         print(__doc__)
         return int(not argv)
     try:
-        options, knobs = read_options(argv[1:], {"hellaswag": "", "export": "", "validate": True}, {}, flatten(RECORD74))
+        options, knobs = read_options(argv[1:], {"hellaswag": "", "validate": True}, {}, flatten(RECORD74))
         config, model, attention = load_model(argv[0], knobs)
-        if options["export"]:
-            export(model, config, options["export"])
         if options["validate"]:
             validate(model, config, attention)
         if options["hellaswag"]:

@@ -1,11 +1,9 @@
-"""Text, validation loss and bits per byte, HellaSwag and export of a checkpoint. The model of oracles.py judges the
-numbers."""
+"""Text, validation loss and bits per byte, and HellaSwag of a checkpoint. The model of oracles.py judges the numbers."""
 
 import copy
 import json
 import math
 import re
-import struct
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -17,7 +15,7 @@ import torch
 import oracles
 import train_gpt as T
 from data.run import sample as sampling
-from data.run.config import flatten, with_knobs
+from data.run.config import with_knobs
 from data.run.program import UserError
 from data.run.sample import generate, sample
 from data.tokenizer import text_codec
@@ -184,7 +182,6 @@ def test_hellaswag(trained, tmp_path, capsys, monkeypatch):
     ("CKPT --hellaswag=empty", "empty: no examples"), ("CKPT --hellaswag=binary", "cannot read binary .*utf-8"),
     ("CKPT --hellaswag=long", "an example has 2007 tokens: --val_batch_tokens=768"),
     *((f"CKPT --hellaswag=line{i}", "line 2: not an example with ctx, four endings and label") for i in range(4)),
-    ("CKPT --export=empty/x", "cannot write empty/x"),
     ("CKPT --val_files=none_*.bin --validate=true", "no files match .*none_"),
     ("CKPT --val_files=CWD/val_gpt2.bin", "val_gpt2.bin: token 50256 but a vocabulary of 257"),
     ("CKPT --val_files=CWD/val_few.bin", "val_few.bin: no document separator .token 256"),
@@ -204,21 +201,3 @@ def test_errors_are_one_line(trained, tmp_path, monkeypatch, args, message):
             sampling.sample_command(argv, T.RECORD74, T.load_model)
         else:
             E.main(argv + ["--validate=false"] * ("--val" not in args))
-
-
-def test_export(trained, tmp_path, capsys):
-    """All weights, bit for bit, and the config, by the published description of the format."""
-    path = tmp_path / "new" / "model.safetensors"
-    assert evaluate(trained, capsys, f"--export={path}", "--validate=false") == {"exported": str(path)}
-    content, end = path.read_bytes(), 0
-    (length,) = struct.unpack("<Q", content[:8])
-    header, data = json.loads(content[8:8 + length]), content[8 + length:]
-    metadata, want = header.pop("__metadata__"), torch.load(trained.checkpoint, weights_only=True)["model"]
-    assert content[8:9] == b"{" and (8 + length) % 8 == 0 and list(header) == list(want)
-    for label, x in want.items():
-        begin, end = end, end + x.nbytes  # no holes
-        dtype = {torch.bfloat16: "BF16", torch.float32: "F32"}[x.dtype]
-        assert header[label] == {"dtype": dtype, "shape": [*x.shape], "data_offsets": [begin, end]}
-        assert data[begin:end] == x.view(-1).view(torch.uint8).numpy().tobytes()
-    assert end == len(data) and metadata.keys() == flatten(trained.config).keys()
-    assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"
