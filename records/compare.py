@@ -299,11 +299,6 @@ def by_seed(old: list[Run], new: list[Run], what: str) -> Estimate:
     return sample(map(mean, differences.values()))
 
 
-def enough(p_of_n, level: float) -> str:
-    """The number of runs at which p falls below `level`, in words."""
-    return next((f"{n} runs" for n in range(2, 101) if p_of_n(n) < level), "over 100 runs")
-
-
 # ---- Exchange of loss for tokens, factors ----------------------------------------------------------------------------
 
 def growth(log_ratio: float) -> float:
@@ -481,9 +476,9 @@ def report(groups, target, names=None) -> str:
         elif loss.sd == 0:
             warnings.append(f"{label}: equal losses (one seed?) say nothing about chance")
         elif target and loss.value < target and p >= RECORD_P:
-            required = enough(lambda n: loss.of(n).p_below(target), RECORD_P)
+            required = next((n for n in range(2, 101) if loss.of(n).p_below(target) < RECORD_P), "over 100")
             warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g}"
-                            f" (p = {p:.4f}; p < {RECORD_P} would take {required} of this mean and sd)")
+                            f" (p = {p:.4f}; p < {RECORD_P} would take {required} runs of this mean and sd)")
 
     base, *others = used
     differences = [["difference (95 %)", "", "p"]]
@@ -493,11 +488,6 @@ def report(groups, target, names=None) -> str:
         differences.append([f"{label} − {base}, {what}", shown(change, digits), chance(change.p)])
         if paired.n > 1:
             differences.append([f"  by seed, {paired.n} pairs", shown(paired, digits), chance(paired.p)])
-        if change.p >= CHANCE:
-            required = enough(lambda n: welch(old.of(n), new.of(n)).p, CHANCE)
-            warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell"
-                            f" {change.value:+.{digits}f} from chance (p = {change.p:.4f}; p < {CHANCE} would take"
-                            f" {required} each of these means and sds)")
 
     differing = [row for pair in pairs(groups) for row in changes(*pair)] if others else []
     if text := sorted({key for key, old, new in differing if key in TEXT and "–" not in (old, new)}):

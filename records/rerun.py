@@ -32,10 +32,11 @@ SCRIPT = "train_gpt.py"
 SHARDS = "train_shards", "val_shards", "train_sha256", "val_sha256"  # older logs lack the last two
 REQUIRED = "ranks", "command", "sources", *SHARDS[:2], "run_label", "device"
 NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
-LEFT_OUT = "save", "save_every", "resume", "profile", "plot", "sample_tokens"  # settings on which no loss depends
+# Settings on which no loss depends, and what the rerun has instead: those of the checkpoint would count without them.
+OFF = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0", "resume": "", "profile": ""}
 # The log may not contain the code for the first four of these settings, and its run has a length.
 REFUSED = "preset", "resume", "profile", "sample_tokens", "minutes", "train_tokens"
-DIFFER_ANYWAY = {*LEFT_OUT, "run_label", "log_dir", "command", "commit"}
+DIFFER_ANYWAY = {*OFF, "run_label", "log_dir", "command", "commit"}
 # Variables of torchrun, devices of the network, folders and files, how threads wait: no loss depends on them.
 OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|HOME|PATH|FILE)|OMP_WAIT_POLICY)")
 
@@ -81,12 +82,9 @@ def settings(run: Run, overrides) -> dict[str, str]:
     keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels, then SHA-256
     first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS[:2] or key.startswith("env."))
     keys = takewhile(lambda key: not key.startswith("kernels."), keys[first:])
-    knobs = {key: value_of(run.facts[key]) for key in keys}
+    knobs = {key: OFF.get(key, value_of(run.facts[key])) for key in keys}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
-    begun = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0"}  # else those of the checkpoint
-    begun = {key: value for key, value in begun.items() if run.facts.get("init_from") and key in knobs}
-    knobs = {key: value for key, value in knobs.items() if value and key not in LEFT_OUT and key not in overrides}
-    knobs |= begun | overrides
+    knobs = {key: value for key, value in knobs.items() if value and key not in overrides} | overrides
     # A relative path would lead into the temporary folder.
     return knobs | {key: str(ROOT / user_path(knobs[key])) for key in ("log_dir", "init_from") if knobs.get(key)}
 

@@ -127,7 +127,8 @@ def test_equal_runs(tmp_path, log, again, monkeypatch):
 """ in out and out.endswith("\n\nequal in every digit\n")
     assert new.name.startswith("rerun_base_") and dict(rerun.unpack(compare.read_run(new))) == FILES
     assert argv == ["--run_label=rerun_base", f"--log_dir={tmp_path}/logs", "--device=cpu", "--seed=3", "--prompt=def ",
-                    "--layer0=paired, wide", "--train_files=data/*.py", "--val_files=data/*.py"]
+                    "--layer0=paired, wide", "--train_files=data/*.py", "--val_files=data/*.py", "--save=false",
+                    "--save_every=0", "--sample_tokens=0"]
     assert env == {"env.OMP_FAKE": "7", "env.TRITON_TRACE": "my/trace", "env.NCCL_ALGO": "Ring", "env.TORCH_MINE": "1",
                    "DATA_PATH": str(tmp_path), "PYTHONPATH": "/elsewhere"}
     assert folder == cwd and Path(folder).parent == tmp_path / "temporary"
