@@ -400,8 +400,8 @@ def exchange(used, names, warnings):
         if not used.get(label) and label in names:
             raise UserError(f"--exchange: '{label}' is not a group with a finished run; there are {', '.join(used)}")
         if "," in lengths(used[label]) or lengths(used[label]) == "0":
-            raise UserError(f"--exchange: the runs of {label} have {lengths(used[label])} tokens: all must have as many,"
-                            " and 0 means that a log has no line 'tokens: N'")
+            raise UserError(f"--exchange: the runs of {label} have {lengths(used[label])} tokens: all must have as"
+                            " many, and 0 means that a log has no line 'tokens: N'")
     short, long = (used[name] for name in names)
     span = math.log(long[0].tokens / short[0].tokens)
     rate = welch(*(sample(run.loss for run in runs) for runs in (long, short))).times(1 / (span or math.nan))

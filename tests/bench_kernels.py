@@ -455,7 +455,8 @@ def embedding_cases():
         tk.update_rows(p, v, last, is_touched, grad, *numbers)
 
     all_rows = partial(tk.adam_update, p, torch.zeros_like(v), v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)
-    yield Case("update_rows", shape, update_rows, (0, 20 * D * len(ids)), {"all rows, with a first moment": all_rows}, 0.5)
+    yield Case("update_rows", shape, update_rows, (0, 20 * D * len(ids)),
+               {"all rows, with a first moment": all_rows}, 0.5)
     args = example("update_few_rows", R=bigrams, N=touched)
     grad, place, _, count = args[3:7]
     run = after(partial(tk.update_few_rows, *args), grad[:count.item()], place, count)

@@ -303,7 +303,8 @@ def test_report():
 * warning: odd: its runs are not alike, they differ in muon_lr, source
 * warning: odd: equal losses (one seed?) say nothing about chance
 * warning: ranks differ between the groups and may be why the times do"""
-    assert "p < 0.01 would take over 100 runs of" in compare.report({"near": made((3.2799, 3.28, 3.2803, 3.2796))}, 3.28)
+    near = {"near": made((3.2799, 3.28, 3.2803, 3.2796))}
+    assert "p < 0.01 would take over 100 runs of" in compare.report(near, 3.28)
 
 
 @pytest.mark.parametrize("size, same", [("50257", False), ("257", True)])  # one log names no checksum

@@ -1,4 +1,4 @@
-"""Text, validation loss and bits per byte, and HellaSwag of a checkpoint. The model of oracles.py judges the numbers."""
+"""Text, validation loss, bits per byte and HellaSwag of a checkpoint. The model of oracles.py judges the numbers."""
 
 import copy
 import json

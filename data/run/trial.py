@@ -69,7 +69,8 @@ def example(op, model, dtype, device, borders=None, window=128, **sizes):
             rotary = torch.stack((angles.cos(), angles.sin()), 2).to(dtype)
             weight = leaf((2 * d // (1 + narrow) + d) * H, D, std=D**-0.5)
             ve, w_ve = (leaf(N, D), leaf(H, 12)) if has_values else (None, None)
-            calls.append((leaf(N, D), weight, rotary, ve, w_ve, leaf(H, 12), borders, 128, d**-0.5, paired, long, narrow))
+            calls.append((leaf(N, D), weight, rotary, ve, w_ve, leaf(H, 12), borders, 128, d**-0.5, paired, long,
+                          narrow))
         return calls
 
     def cross_entropy():
