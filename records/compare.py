@@ -7,31 +7,21 @@
     python records/compare.py --help                                     the options
 
 A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; logs without a label join the group
-before them. The program reads the logs of train_gpt.py and of the public speedrun. It names runs without a last step,
-and files with two mixed runs, and leaves them out of all numbers. It counts a copy of a log once, and names it.
+before them. Logs are those of train_gpt.py and of the public speedrun. Runs that did not finish are named and left out.
+Tables are Markdown. The program needs only Python's standard library.
 
-sd is the standard deviation over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is
-the speedrun's one-sided t-test: the chance of losses this low if their true mean were the target. Welch's two-sided
-t-test compares groups. Where two or more seeds are in both groups, a line "by seed" has the mean difference of a seed
-and Student's t-test of these differences (pairs - 1 degrees of freedom; the mean counts if a group has a seed twice). A
-seed shifts both groups alike, so this test often tells more. Choose one of the two before you see them.
+sd is the standard deviation over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is the
+speedrun's one-sided t-test: the chance of losses this low if their true mean were the target. Welch's two-sided t-test
+compares groups. Where two or more seeds are in both groups, a line "by seed" has Student's t-test of the differences of
+equal seeds, which often tells more, since a seed shifts both groups alike. Choose one of the two before you see them.
 
---exchange=SHORT,LONG says what a change is worth in tokens and in seconds (records/README.md). Two groups with the same
-settings and different lengths give the baseline: its loss is linear in the logarithm of the tokens, its seconds are
-linear in the tokens. Every other group (arm) is compared with the baseline at the arm's own number of tokens. Tokens
-saved: the share of its tokens that the arm can omit and still reach the baseline's loss. Net seconds: the arm's
-seconds, reduced by this share, minus the baseline's. All 95 % intervals include the uncertainty of the rate.
-
-Labels of signed factors, such as +a-b above, make a factorial set, for which a table has the main effects: the mean
-with the factor minus the mean without it, by least squares over all runs of the set, so the set may be incomplete or
-uneven. Effects are assumed to add up. All runs count as independent: if a seed shifts the loss of all labels equally,
-the intervals are too wide, not too narrow.
-
-Needs only Python's standard library.
+--exchange=SHORT,LONG says what a change is worth in tokens and in net seconds, against a baseline of two lengths whose
+loss is linear in the logarithm of the tokens. Signed labels such as +a-b make a factorial set, which may be incomplete
+or uneven: a table has the effects by least squares over all runs, which assumes that effects add up and that runs are
+independent. records/README.md explains both.
 """
 
 import argparse
-import cmath
 import difflib
 import glob
 import math
@@ -42,7 +32,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev  # exact: equal numbers have a standard deviation of 0
 from typing import NamedTuple
@@ -74,7 +64,7 @@ GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 # The public logs have the loss and the time of a step on one line. Public logs of 2024 have nan as the average of the
 # first steps. Our logs have two lines for a step, which read_run joins.
 STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|nan|inf))?"
-                  r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)")
+                  r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)", re.M)
 TWO_LINES = re.compile(r"(step:\d+/\d+)( \w+_loss:\S+)\n\1( train_time:\d+ms step_avg:\S+)$", re.M)
 
 
@@ -84,6 +74,7 @@ class Run:
 
     name: str
     path: Path = Path()
+    text: str = ""  # of the log, whatever its line ends
     source: str = ""  # all dumped files
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
@@ -92,21 +83,20 @@ class Run:
     seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
     ms: dict[int, float] = field(default_factory=dict)  # step -> clock at training lines, which the host writes early
     tokens: int = 0  # training tokens; 0 if the log does not say
-    content: str = ""  # the text of the log, whatever its line ends
-    notes: list[str] = field(default_factory=list)  # problems of the log
-    finished: bool = False
+    problem: str = ""  # why no number of this run counts
 
+    finished = property(lambda self: not self.problem)
     # Of a finished run: the last validation loss, and the seconds inside the clock.
     loss = property(lambda self: self.losses[self.total])
     time = property(lambda self: self.seconds[self.total])
 
 
 def read_run(path: Path) -> Run:
-    """Reads a log. Raises UserError when the file cannot be read or is not a log; `notes` has smaller problems."""
+    """Reads a log. Raises UserError when the file cannot be read or is not a log."""
     with user_error(f"cannot read {path}"):
         text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
     name = re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem)  # the first eight digits of a UUID
-    run, headers, body = Run(name, path, content=text.strip()), list(HEADER.finditer(text)), text
+    run, headers, body = Run(name, path, text.strip()), list(HEADER.finditer(text)), text
     if headers:
         run.source = text[:headers[-1].start()].removeprefix(RULE[1:] + "\n")
         (machine, _, body), settings = text[headers[-1].end():].partition(RULE), ""
@@ -116,72 +106,56 @@ def read_run(path: Path) -> Run:
         run.facts["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(GPU.findall(machine)).items()) or "none"
         run.facts |= re.findall(r"^([\w.]+): ?(.*)$", settings, re.M)
 
-    unread, misfits, lines = [], [], TWO_LINES.sub(r"\1\2\3\n", body).split("\n")
-    for number, line in enumerate(lines, 1 + text.count("\n", 0, len(text) - len(body))):
-        if line == "sample:":  # generated text may look like step lines; no steps follow it
-            break
-        if line.startswith("kernels: "):
-            run.facts |= {f"kernels.{op}": name for op, name in re.findall(r" ([^\s:]+):(\S*)", line)}
-        elif line.startswith(("length: ", "shards: ")):  # what --minutes has chosen, and checksums
-            run.facts |= re.findall(r"([^\s=]+)=(\S*)", line)
-        elif "step:" in STEP.sub("", line):
-            unread.append(f"{number} '{line.strip()[:60]}'")
-        for step, total, loss, trained, ms in STEP.findall(line):
-            if not ms:  # the log ends before the time
-                continue
-            step, total, ms = int(step), int(total), int(ms)
-            if step in (run.losses if loss else run.ms) or run.total not in (0, total):
-                misfits.append(number)
-                continue
-            run.total = total
-            if loss:
-                run.losses[step], run.seconds[step] = float(loss), ms / 1000
-            if not loss or step == 0:
-                run.ms[step] = ms
-            if trained:
-                run.training[step] = float(trained)
+    # Generated text may look like lines of steps and like results. No step follows it, and the results do.
+    run.tokens = int([0, *re.findall(r"^tokens: (\d+)$", body, re.M)][-1])
+    lines, mixed = TWO_LINES.sub(r"\1\2\3", re.split(r"^sample:$", body, maxsplit=1, flags=re.M)[0]), None
+    for kind, pairs in re.findall("^(kernels|length|shards): (.*)", lines, re.M):
+        # The choices of kernels; what --minutes has chosen; checksums.
+        run.facts |= ({f"kernels.{op}": choice for op, choice in re.findall(r"([^\s:]+):(\S*)", pairs)}
+                      if kind == "kernels" else dict(re.findall(r"([^\s=]+)=(\S*)", pairs)))
+    for step, total, loss, trained, ms in STEP.findall(lines):
+        step, total, ms = int(step), int(total), int(ms or -1)
+        if ms < 0:  # the log ends before the time
+            continue
+        if step in (run.losses if loss else run.ms) or run.total not in (0, total):
+            mixed = step if mixed is None else mixed
+            continue
+        run.total = total
+        if loss:
+            run.losses[step], run.seconds[step] = float(loss), ms / 1000
+        if not loss or step == 0:
+            run.ms[step] = ms
+        if trained:
+            run.training[step] = float(trained)
     if not (headers or run.ms or run.losses):
         raise UserError(f"{path}: not the log of a run (no line like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
-
-    # The results come after a sample, whose text may look like a result, so the last such line counts.
-    run.tokens = int([0, *re.findall(r"^tokens: (\d+)$", body, re.M)][-1])
-    final = run.losses.get(run.total)
-    run.finished = not misfits and final is not None and math.isfinite(final)
-    if len(headers) > 1:
-        line = text.count("\n", 0, headers[-1].end())
-        run.notes.append(f"{len(headers)} headers, read from the last, line {line}")
-    if unread:
-        run.notes.append(f"{len(unread)} line(s) not read: {', '.join(unread[:3])}{', ...' * (len(unread) > 3)}")
-    if not run.finished:
-        run.notes.append("left out, " + (
-            f"two runs are mixed: line {misfits[0]} is the first that does not fit" if misfits else
-            f"it stopped at step {max([*run.ms, *run.losses], default=0)} of {run.total or '?'}" if final is None else
-            f"its loss is {final}"))
+    if mixed is not None:
+        run.problem = f"two runs are mixed: step {mixed} is there again, or has another number of steps"
+    elif run.total not in run.losses:
+        run.problem = f"it stopped at step {max([*run.ms, *run.losses], default=0)} of {run.total or '?'}"
+    elif not math.isfinite(run.loss):
+        run.problem = f"its loss is {run.loss}"
     return run
 
 
 def read_groups(arguments) -> dict[str, list[Run]]:
-    """{label: runs} of [label=]log arguments, without logs that are copies of others. Raises UserError."""
-    groups, label, seen = {}, "runs", {}
+    """{label: runs} of [label=]log arguments. Raises UserError, also for a copy of a log: a run counts once."""
+    groups, label = {}, "runs"
     for argument in arguments:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
         if match and not Path(argument).exists():
             label, argument = match.groups()
         argument = os.path.expanduser(argument)
         if os.path.isdir(argument):
-            paths = sorted(path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log"))
+            paths = [path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log")]
         else:  # the name of a file may look like a pattern
-            paths = sorted(map(Path, [argument] if os.path.isfile(argument) else glob.glob(argument, recursive=True)))
-        if not paths:
+            paths = map(Path, [argument] if os.path.isfile(argument) else glob.glob(argument, recursive=True))
+        if not (paths := sorted(paths)):
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
-        for path in paths:
-            run, group = read_run(path), groups.setdefault(label, [])
-            if (first := seen.setdefault(run.content, run)) is run:
-                group.append(run)
-            else:
-                first.notes.append(f"{path} is the same log as {first.path}, and a run counts once")
-    if empty := [label for label, runs in groups.items() if not runs]:
-        raise UserError(f"{empty[0]}: all its logs are copies of others, and a run counts once")
+        for run in map(read_run, paths):
+            if copy := next((other for runs in groups.values() for other in runs if other.text == run.text), None):
+                raise UserError(f"{run.path} and {copy.path} are the same log: name each run once")
+            groups.setdefault(label, []).append(run)
     return groups
 
 
@@ -207,22 +181,6 @@ def pairs(groups) -> list[tuple[Run, Run]]:
     return [[*of_one_seed([old], runs), (old, runs[0])][0] for runs in others or zip(rest)]
 
 
-def spans(run: Run) -> dict[str, tuple[int, int]]:
-    """{part of the run: (first step, step after the last)}."""
-    first = max(1, min(FIRST_STEPS, run.total // 10))
-    parts = {"first steps": (0, first), "later steps": (first, run.total)}
-    # stage_starts in data/run/length.py computes the stages from a config; here they come from a log. The public logs
-    # lack stages. Our older logs lack the shares: the last stage had no scheduled steps, the others had equal shares.
-    count = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts)
-    shares = [float(run.facts.get(f"stage{i}.share", i < count)) for i in range(1, count + 1)]
-    *sums, whole = accumulate(shares, initial=0)
-    if whole and "scheduled_steps" in run.facts:
-        borders = [*(round(int(run.facts["scheduled_steps"]) * part / whole) for part in sums), run.total]
-        stages = enumerate(pairwise(max(first, border) for border in borders), 1)
-        parts |= {f"stage {i}": (start, end) for i, (start, end) in stages if start < end}
-    return parts
-
-
 def step_ms(run: Run, start: int, end: int) -> float:
     """Mean time of the steps with lines at both ends. The public logs of 2024 restart the clock after ten steps."""
     times = [run.ms[k] - run.ms[k - 1] for k in range(start + 1, end + 1)
@@ -245,14 +203,13 @@ def seconds_to(run: Run, loss: float) -> float:
 
 def divergence(old: Run, new: Run) -> str:
     """A line about the step from which the losses of two runs differ, in training if both logs have them."""
-    kind, ours, theirs = "training losses", old.training, new.training
-    if not (ours and theirs):
-        kind, ours, theirs = "losses", old.losses, new.losses
+    kind, ours, theirs = ("training losses", old.training, new.training) if old.training and new.training else (
+        "losses", old.losses, new.losses)
     common = sorted(ours.keys() & theirs.keys())
     apart = next((step for step in common if ours[step] != theirs[step]), None)
-    found = f"equal at {len(common)} common steps" if apart is None else (
+    return f"{old.name} and {new.name}: {kind} " + (
+        f"equal at {len(common)} common steps" if apart is None else
         f"apart from step {apart} on ({ours[apart]:.4f} and {theirs[apart]:.4f})")
-    return f"{old.name} and {new.name}: {kind} {found}"
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -342,21 +299,16 @@ def by_seed(old: list[Run], new: list[Run], what: str) -> Estimate:
     return sample(map(mean, differences.values()))
 
 
-def enough(p_of_n, level: float) -> str:
-    """The number of runs at which p falls below `level`, in words."""
-    return next((f"{n} runs" for n in range(2, 101) if p_of_n(n) < level), "over 100 runs")
-
-
 # ---- Exchange of loss for tokens, factors ----------------------------------------------------------------------------
 
-def growth(log_ratio):
-    """exp, also of complex numbers; infinite for a diverged arm, whose numbers would be too long for a table."""
-    return math.inf if log_ratio.real > 20 else cmath.exp(log_ratio)
+def growth(log_ratio: float) -> float:
+    """exp; infinite for a diverged arm, whose numbers would be too long for a table."""
+    return math.exp(log_ratio) if log_ratio < 20 else math.inf
 
 
 def saved(log_ratio: float) -> float:
     """Percent of tokens saved if the share exp(log_ratio) remains."""
-    return 100 * (1 - growth(log_ratio).real)
+    return 100 * (1 - growth(log_ratio))
 
 
 def against(short, long, arm) -> list[Estimate]:
@@ -365,47 +317,46 @@ def against(short, long, arm) -> list[Estimate]:
     Returns the difference in loss; the difference in seconds; the logarithm of the share of its tokens that the group
     needs for the baseline's loss; the net seconds with this share of tokens.
     """
-    groups, tokens = (arm, short, long), [runs[0].tokens for runs in (arm, short, long)]
-    span = math.log(tokens[2] / tokens[1])
-    x = math.log(tokens[0] / tokens[1]) / span  # position of the arm: 0 at short, 1 at long
-    y = (tokens[0] - tokens[1]) / (tokens[2] - tokens[1])
+    tokens, start, end = (runs[0].tokens for runs in (arm, short, long))
+    span = math.log(end / start)
+    x, y = math.log(tokens / start) / span, (tokens - start) / (end - start)  # of the arm: 0 at short, 1 at long
+    # Factors of each group's mean loss in the difference and in the rate, and of its mean seconds.
+    groups = (arm, 1, 0, 1), (short, x - 1, 1 / span, y - 1), (long, -x, -1 / span, -y)
 
-    def results(loss, short_loss, long_loss, time, short_time, long_time):
-        above, baseline = loss - short_loss - x * (long_loss - short_loss), short_time + y * (long_time - short_time)
-        log = above * span / (short_loss - long_loss)
-        return above, time - baseline, log, time * growth(log) - baseline
+    def total(column, what):
+        return sum(group[column] * mean(getattr(run, what) for run in group[0]) for group in groups)
+    above, rate, slower, seconds = total(1, "loss"), total(2, "loss"), total(3, "time"), mean(run.time for run in arm)
+    log = above / rate
+    share = growth(log)
+    results = above, slower, log, slower + (share - 1) * seconds
+    parts = [[] for _ in results]
+    for runs, a, c, b in groups:  # the loss and the seconds of one run may depend on each other
+        by_loss = (a - log * c) / rate
+        slopes = (a, 0), (0, b), (by_loss, 0), (share * seconds * by_loss, share if runs is arm else b)
+        for part, (of_loss, of_time) in zip(parts, slopes):
+            part.append(sample(of_loss * run.loss + of_time * run.time for run in runs))
+    return [estimate(value, *part) for value, part in zip(results, parts)]
 
-    means = [mean(getattr(run, what) for run in runs) for what in ("loss", "time") for runs in groups]
-    # A result at a mean + ih is, but for h², the result + ih times its derivative by this mean.
-    slopes = [[result.imag / 1e-20 for result in results(*means[:k], means[k] + 1e-20j, *means[k + 1:])]
-              for k in range(6)]
-    return [estimate(value.real, *(  # the loss and the seconds of one run may depend on each other
-        sample(a * run.loss + b * run.time for run in runs) for runs, a, b in zip(groups, by, by[3:]) if a or b))
-        for value, *by in zip(results(*means), *slopes)]
 
-
-def least_squares(columns, values) -> tuple[list[Estimate], list[set[int]]]:
-    """Fits the values by columns of whole numbers. Returns the coefficient of each column, nan if it is not determined,
-    and the sets of columns that depend on each other.
+def least_squares(columns, values) -> list[Estimate] | None:
+    """Fits the values by columns of whole numbers. Returns the coefficient of each column; None if the columns depend
+    on each other.
 
     Sweeps the matrix of products (Goodnight 1979), in fractions, so that rounding cannot hide a dependence.
     """
     count, columns = len(columns), [*columns, [Fraction(str(value)) for value in values]]  # decimal, as in the log
     m = [[Fraction(sum(a * b for a, b in zip(one, two))) for two in columns] for one in columns]
-    swept = []
     for k in range(count):
-        if pivot := m[k][k]:  # 0: the column is a linear combination of swept columns
-            swept.append(k)
-            m[k] = [a / pivot for a in m[k]]
-            for i in {*range(count + 1)} - {k}:
-                factor, m[i] = m[i][k], [a - m[i][k] * b for a, b in zip(m[i], m[k])]
-                m[i][k] = -factor / pivot
-            m[k][k] = 1 / pivot
-    df = len(values) - len(swept)
-    tied = [{k, *(i for i in swept if m[i][k])} for k in range(count) if k not in swept]
+        if not (pivot := m[k][k]):
+            return None
+        m[k] = [a / pivot for a in m[k]]
+        for i in {*range(count + 1)} - {k}:
+            factor, m[i] = m[i][k], [a - m[i][k] * b for a, b in zip(m[i], m[k])]
+            m[i][k] = -factor / pivot
+        m[k][k] = 1 / pivot
+    df = len(values) - count
     error = m[count][count] / df if df else math.nan
-    return [Estimate() if any(k in ties for ties in tied) else
-            Estimate(float(m[k][count]), float(m[k][k] * error), df) for k in range(count)], tied
+    return [Estimate(float(m[k][count]), float(m[k][k] * error), df) for k in range(count)]
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
@@ -418,10 +369,9 @@ def chance(p: float) -> str:
     return f"{p:.0e}" if p < 1e-4 else number(p, 4)
 
 
-def spread(values, digits: int) -> str:
+def spread(e: Estimate, digits: int) -> str:
     """mean (sd)"""
-    s = sample(values)
-    return number(s.value, digits) + (f" ({s.sd:.{digits}f})" if s.n > 1 else "")
+    return number(e.value, digits) + (f" ({e.sd:.{digits}f})" if e.n > 1 else "")
 
 
 def shown(e: Estimate, digits: int, scale=lambda value: value) -> str:
@@ -431,11 +381,11 @@ def shown(e: Estimate, digits: int, scale=lambda value: value) -> str:
     return number(scale(e.value), digits, "+") + f" ({edges})" * math.isfinite(e.value)
 
 
-def table(rows, markdown) -> str:
-    if markdown:
-        return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+def table(rows) -> str:
+    """Markdown, in columns of one width."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(f"| {' | '.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])} |"
+                     for row in [rows[0], ["-" * width for width in widths], *rows[1:]])
 
 
 def lengths(runs) -> str:
@@ -446,14 +396,12 @@ def lengths(runs) -> str:
 def exchange(used, names, warnings):
     """--exchange: the rate in loss per e-fold of tokens, a line about it, rows of the arms. Adds warnings. Raises
     UserError."""
-    for name in names:
-        if not used.get(name):
-            raise UserError(f"--exchange: '{name}' " + ("has no finished run" if name in used else
-                                                        f"is not one of the groups, {', '.join(used)}"))
-    for label, runs in used.items():
-        if runs and (len({run.tokens for run in runs}) > 1 or not runs[0].tokens):
-            raise UserError(f"--exchange: the runs of {label} have {lengths(runs)} tokens: all must have as many, and 0"
-                            " means that a log has no line 'tokens: N'")
+    for label in dict.fromkeys([*names, *used]):
+        if not used.get(label) and label in names:
+            raise UserError(f"--exchange: '{label}' is not a group with a finished run; there are {', '.join(used)}")
+        if "," in lengths(used[label]) or lengths(used[label]) == "0":
+            raise UserError(f"--exchange: the runs of {label} have {lengths(used[label])} tokens: all must have as"
+                            " many, and 0 means that a log has no line 'tokens: N'")
     short, long = (used[name] for name in names)
     span = math.log(long[0].tokens / short[0].tokens)
     rate = welch(*(sample(run.loss for run in runs) for runs in (long, short))).times(1 / (span or math.nan))
@@ -466,14 +414,12 @@ def exchange(used, names, warnings):
         if runs and label not in names:
             loss, time, log, net = against(short, long, runs)
             rows.append([label, lengths(runs), shown(loss, 4), shown(time, 3), shown(log, 2, saved), shown(net, 3)])
-
     if unlike := unlike_settings(short[0], long[0]) - LENGTH:
         warnings.append(f"exchange: {' and '.join(names)} differ not only in length but in {', '.join(sorted(unlike))}")
     if rate.p >= CHANCE:
         warnings.append("exchange: the rate cannot be told from 0, so the savings mean nothing; it takes more runs, or"
                         " lengths that are further apart")
-    line = f"exchange rate, {' to '.join(names)}: {shown(rate, 4)} of loss per e-fold of tokens"
-    return rate, line, rows
+    return rate, f"exchange rate, {' to '.join(names)}: {shown(rate, 4)} of loss per e-fold of tokens", rows
 
 
 def main_effects(used, rate, warnings):
@@ -483,40 +429,36 @@ def main_effects(used, rate, warnings):
         return []
     first, *_ = words
     factors = list(dict.fromkeys(word[1:] for word in words[first]))
-    for label, signs in words.items():
-        if sorted(sign[1:] for sign in signs) != sorted(factors):
-            warnings.append(f"no table of effects: {first} and {label} do not name the same factors, each once")
-            return []
-
     runs = [(run, signs) for label, signs in words.items() for run in used[label]]
     columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
-    loss, tied = least_squares(columns, [run.loss for run, _ in runs])
-    time, _ = least_squares(columns, [run.time for run, _ in runs])
+    loss, time = (least_squares(columns, [getattr(run, what) for run, _ in runs]) for what in ("loss", "time"))
+    if any(sorted(sign[1:] for sign in signs) != sorted(factors) for signs in words.values()):
+        warnings.append(f"no table of effects: {', '.join(words)} do not name the same factors, each once")
+        return []
+    if not loss:
+        warnings.append(f"no table of effects: {', '.join(words)} cannot separate the effects of {', '.join(factors)}")
+        return []
     rows = [["effect of (95 %)", "runs +", "runs −", "loss", "p", "time s", "p"] + ["tokens saved %"] * bool(rate)]
-    for i, factor in enumerate(factors, 1):
-        on_loss, on_time = loss[i].times(2), time[i].times(2)  # the signs are 2 apart
-        rows.append([factor, str(columns[i].count(1)), str(columns[i].count(-1)),
+    for factor, column, *halves in zip(factors, columns[1:], loss[1:], time[1:]):
+        on_loss, on_time = (half.times(2) for half in halves)  # the signs are 2 apart
+        rows.append([factor, str(column.count(1)), str(column.count(-1)),
                      shown(on_loss, 4), chance(on_loss.p), shown(on_time, 3), chance(on_time.p)])
         if rate:  # counted as independent of the effect, even if the set contains SHORT or LONG
             log = on_loss.times(1 / rate.value)
             rows[-1].append(shown(estimate(log.value, log, rate.times(log.value / rate.value)), 2, saved))
-
-    if tied:
-        names = [" and ".join(factors[i - 1] for i in sorted(ties) if i) for ties in tied]
-        warnings.append("effects: the labels cannot separate " + "; ".join(
-            name if len(ties - {0}) > 1 else f"{name} from the mean" for name, ties in zip(names, tied)))
     if "," in (tokens := lengths(run for run, _ in runs)):
         warnings.append(f"effects: the runs differ in tokens ({tokens}), so the effects are not at equal tokens")
     return rows
 
 
-def report(groups, target, markdown, names=None) -> str:
+def report(groups, target, names=None) -> str:
     """All tables, lists and warnings. target: None, or a loss. names: the two labels of --exchange."""
     used = {label: [run for run in runs if run.finished] for label, runs in groups.items()}
     values = {(label, what): [getattr(run, what.removesuffix(" s")) for run in runs]
               for label, runs in used.items() for what in FINALS}
     finals = {key: sample(results) for key, results in values.items()}
-    warnings = [f"{label}, {run.name}: {note}" for label, runs in groups.items() for run in runs for note in run.notes]
+    warnings = [f"{label}, {run.name}: left out, {run.problem}"
+                for label, runs in groups.items() for run in runs if run.problem]
 
     summary = [["", "runs", "steps", "time s", "sd", "±", "loss", "sd", "±"]]
     if target:
@@ -534,23 +476,18 @@ def report(groups, target, markdown, names=None) -> str:
         elif loss.sd == 0:
             warnings.append(f"{label}: equal losses (one seed?) say nothing about chance")
         elif target and loss.value < target and p >= RECORD_P:
-            required = enough(lambda n: loss.of(n).p_below(target), RECORD_P)
+            required = next((n for n in range(2, 101) if loss.of(n).p_below(target) < RECORD_P), "over 100")
             warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g}"
-                            f" (p = {p:.4f}; p < {RECORD_P} would take {required} of this mean and sd)")
+                            f" (p = {p:.4f}; p < {RECORD_P} would take {required} runs of this mean and sd)")
 
     base, *others = used
     differences = [["difference (95 %)", "", "p"]]
-    for label, (what, digits) in product(others, FINALS.items()):
-        old, new = finals[base, what], finals[label, what]
+    for label, what in ((label, what) for label in others for what in FINALS):
+        old, new, digits = finals[base, what], finals[label, what], FINALS[what]
         change, paired = welch(old, new), by_seed(used[base], used[label], what.removesuffix(" s"))
         differences.append([f"{label} − {base}, {what}", shown(change, digits), chance(change.p)])
         if paired.n > 1:
             differences.append([f"  by seed, {paired.n} pairs", shown(paired, digits), chance(paired.p)])
-        if change.p >= CHANCE:
-            required = enough(lambda n: welch(old.of(n), new.of(n)).p, CHANCE)
-            warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell"
-                            f" {change.value:+.{digits}f} from chance (p = {change.p:.4f}; p < {CHANCE} would take"
-                            f" {required} each of these means and sds)")
 
     differing = [row for pair in pairs(groups) for row in changes(*pair)] if others else []
     if text := sorted({key for key, old, new in differing if key in TEXT and "–" not in (old, new)}):
@@ -558,50 +495,47 @@ def report(groups, target, markdown, names=None) -> str:
     if machine := {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}:
         warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 
-    def spreads(of_run, digits):
-        """The cell of each group in a row: mean (sd) of of_run(run)."""
-        return [spread(map(of_run, runs), digits) for runs in used.values()]
-
     curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
     steps = sorted({step for runs in used.values() for run in runs for step in run.losses})
     if len(steps) > ROWS:
         steps = [steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)]
     for step in steps:
-        old, *new = (sample(run.losses.get(step, math.nan) for run in runs) for runs in used.values())
-        curve.append([str(step), *spreads(lambda run: run.losses.get(step, math.nan), 4),
-                      *(f"{number(e.value, 4, '+')} ({chance(e.p)})" for e in (welch(old, each) for each in new))])
+        cells = [sample(run.losses.get(step, math.nan) for run in runs) for runs in used.values()]
+        curve.append([str(step), *(spread(cell, 4) for cell in cells),
+                      *(f"{number(e.value, 4, '+')} ({chance(e.p)})" for e in (welch(cells[0], x) for x in cells[1:]))])
 
-    clock = [["ms per step", *used]]
-    parts = {part for runs in used.values() for run in runs for part in spans(run).items()}
-    for name in sorted({name for name, _ in parts}):  # first steps, later steps, stage 1, ...
-        ranges = [f", {start + 1} to {end}" for part, (start, end) in parts if part == name]
-        clock.append([name + ranges[0] * (len(ranges) == 1),
-                      *spreads(lambda run: step_ms(run, *spans(run).get(name, (0, 0))), 2)])
+    def row(title, digits, of_run):
+        """The mean of of_run(run) in each group. Where a run has none, the number of those that have one."""
+        cells = [sample(map(of_run, runs)) for runs in used.values()]
+        return [title, *(spread(cell, digits) if cell.n == len(runs) else f"{cell.n} of {len(runs)} runs"
+                         for cell, runs in zip(cells, used.values()))]
+
+    def first(run):
+        return max(1, min(FIRST_STEPS, run.total // 10))
+    clock = [["ms per step", *used], row("first steps", 2, lambda run: step_ms(run, 0, first(run))),
+             row("later steps", 2, lambda run: step_ms(run, first(run), run.total))]
     if target:
-        cells = [[seconds_to(run, target) for run in runs] for runs in used.values()]
-        clock.append([f"seconds to loss {target:g}", *(spread(cell, 2) if all(map(math.isfinite, cell)) else
-                                                       f"{sample(cell).n} of {len(cell)} runs" for cell in cells)])
+        clock.append(row(f"seconds to loss {target:g}", 2, lambda run: seconds_to(run, target)))
 
     raw = [f"{label}, {what}: {', '.join(f'{x:.{FINALS[what]}f}' for x in results)}"
            for (label, what), results in values.items() if results]
     rate, line, arms = exchange(used, names, warnings) if names else (None, "", [])
     sections = summary, differences, line, arms, main_effects(used, rate, warnings), curve, clock
-    tables = [part if part is line else table(part, markdown) for part in sections if len(part) > 1]
+    tables = [part if part is line else table(part) for part in sections if len(part) > 1]
     lists = raw, [divergence(*pair) for pair in pairs(groups)], [f"warning: {text}" for text in warnings]
     return "\n\n".join(tables + ["\n".join(f"* {line}" for line in lines) for lines in lists if lines])
 
 
-def diff(groups, markdown) -> str:
+def diff(groups) -> str:
     """The changed settings of two logs, and the diff of their sources. Raises UserError for another number of logs."""
     if len(found := pairs(groups)) != 1:
         raise UserError("--diff takes two logs, or two groups, of which it takes one log each")
     (old, new), = found
-    parts = {"settings and machine": [f"{sign}{key}: {value}" for key, *values in changes(old, new)
-                                      for sign, value in zip("-+", values) if value != "–"],
-             "the sources": [*difflib.unified_diff(old.source.split("\n"), new.source.split("\n"), old.name, new.name,
-                                                   lineterm="")]}
-    return "\n\n".join("\n".join(["```diff", *lines, "```"] if markdown else lines) if lines else f"{what} are equal"
-                       for what, lines in parts.items())
+    settings = [f"{sign}{key}: {value}" for key, *values in changes(old, new)
+                for sign, value in zip("-+", values) if value != "–"]
+    sources = difflib.unified_diff(old.source.split("\n"), new.source.split("\n"), old.name, new.name, lineterm="")
+    return "\n\n".join(("\n".join(settings) or "settings and machine are equal",
+                        "\n".join(sources) or "the sources are equal"))
 
 
 # ---- Plot ------------------------------------------------------------------------------------------------------------
@@ -615,21 +549,6 @@ def track_target(groups) -> float | None:
     """TARGET, if all runs have GPT-2's tokens: a loss per byte cannot be compared with it."""
     sizes = {run.facts.get("vocab_size", "50257") for runs in groups.values() for run in runs}
     return TARGET if sizes == {"50257"} else None
-
-
-def plot_lines(groups) -> list[tuple[str, str, list]]:
-    """(label, colour, points) of every run (label ""), then of the mean of each group's finished runs. A point is
-    (step, seconds, loss)."""
-    thin, thick = [], []
-    for colour, (label, runs) in zip(COLOURS * len(groups), groups.items()):
-        curves = [{step: (step, run.seconds[step], loss) for step, loss in sorted(run.losses.items())
-                   if math.isfinite(loss)} for run in runs]
-        thin += [("", colour, [*curve.values()]) for curve in curves]
-        used = [curve for curve, run in zip(curves, runs) if run.finished]
-        means = [tuple(map(mean, zip(*(curve[step] for curve in used)))) for step in (used or curves)[0]
-                 if used and all(step in curve for curve in used)]
-        thick.append((f"{label} (n = {len(used)})", colour, means))
-    return [line for line in thin + thick if line[2]]
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -647,13 +566,15 @@ def plot_run(log: Path) -> Path:
 
 
 def plot(path: Path, groups, target):
-    """Draws the losses by step and by time into an .svg file, complete or not at all. Raises UserError."""
-    lines, is_svg = plot_lines(groups), path.suffix == ".svg"
-    if not is_svg or not lines:
-        raise UserError(f"--plot={path}: " + ("there are no losses to draw" if is_svg else "draws .svg"))
+    """Draws the losses of each run by step and by time into an .svg file, complete or not at all. Raises UserError."""
+    colours = dict(zip(groups, COLOURS * len(groups)))
+    lines = [(colours[label], [(step, run.seconds[step], loss) for step, loss in sorted(run.losses.items())
+                               if math.isfinite(loss)]) for label, runs in groups.items() for run in runs]
     # The picture omits the first third of a run, where the loss falls from 10.8: it would flatten the rest.
-    longest = max(points[-1][0] for _, _, points in lines)
-    late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest]
+    longest = max((step for _, points in lines for step, *_ in points), default=0)
+    late = [point for _, points in lines for point in points if 3 * point[0] >= longest]
+    if path.suffix != ".svg" or not late:
+        raise UserError(f"--plot={path}: " + ("there are no losses to draw" if path.suffix == ".svg" else "draws .svg"))
     *axes, (low, high) = ((min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late))
     low, high = low - (high - low) / 20, high + (high - low) / 20
     out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1060 400" font-family="sans-serif" font-size="15">',
@@ -680,16 +601,14 @@ def plot(path: Path, groups, target):
         text(left + 230, 390, title)
         if target and low < target < high:
             draw([place(start, target), place(end, target)], 'stroke="black" stroke-dasharray="6 4"')
-        for label, colour, points in lines:
-            places = [place(point[i], point[2]) for point in points]
-            style = 'stroke-width="2.5"' if label else 'stroke-opacity="0.6"'
-            if len(places) == 1:  # a line of no length and with round ends is a dot
-                places, style = places * 2, 'stroke-width="10" stroke-linecap="round"'
-            draw(places, f'stroke="{colour}" {style} clip-path="url(#panel{i})"')
+        for colour, points in lines:
+            style = f'stroke="{colour}" stroke-width="2" stroke-linecap="round" clip-path="url(#panel{i})"'
+            # A line of no length with round ends is a dot: that of a single loss.
+            draw([place(point[i], point[2]) for point in points[:1] + points], style)
         draw([(left, 48), (left, 348), (left + 460, 348)], 'stroke="black"')
-    for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, above falling curves
+    for i, (label, colour) in enumerate(colours.items()):  # legend, above falling curves
         draw([(484, 63 + 22 * i), (514, 63 + 22 * i)], f'stroke="{colour}" stroke-width="2.5"')
-        text(478, 68 + 22 * i, label, "end")
+        text(478, 68 + 22 * i, f"{label} (n = {len(groups[label])})", "end")
     with atomic_write(path) as file:
         file.write("\n".join([*out, "</svg>\n"]).encode())
 
@@ -706,7 +625,6 @@ def parse(argv):
     parser.add_argument("logs", nargs="+", metavar="[label=]log", help="file, folder or pattern")
     parser.add_argument("--target", type=float, help="target loss: for p, for the time to reach it, and as a line in"
                         f" the plot; {TARGET} for GPT-2's tokens")
-    parser.add_argument("--markdown", action="store_true", help="tables for the README of a record")
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", metavar="SHORT,LONG", type=lambda text: text.split(","),
                         help="two groups of different lengths: what the others save, in tokens and seconds")
@@ -723,7 +641,7 @@ def main(argv) -> int:
     args = parse(argv)
     groups = read_groups(args.logs)
     target = args.target or track_target(groups)
-    text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
+    text = diff(groups) if args.diff else report(groups, target, args.exchange)
     if args.plot:
         plot(args.plot, groups, target)
     print(text, flush=True)

@@ -296,11 +296,11 @@ def report_race(runs) -> str:
         rows.append([pair[0].facts["seed"], *(f"{x:.{n}f}" for run in pair for x, n in ((run.time, 1), (run.loss, 4))),
                      f"{goal:.4f}", f"{base:.1f}", f"{ours:.1f}", f"{ratios[-1]:.3f}"])
     facts = groups["ours"][0].facts
-    passes = {label: match[1] for label, group in groups.items() for run in group
-              if (match := re.search(r"^warning: .* ([\d.]+) passes", run.content, re.M))}
+    passes = {run.label: match[1] for run in runs if (match := re.search(
+        r"^warning: .* ([\d.]+) passes", (ROOT / run.log).read_text(encoding="utf-8"), re.M))}
     warnings = [f"warning: {label} read its data {count} times, which raises its loss; a race needs more data, or fewer"
                 " minutes" for label, count in passes.items()]
-    return "\n".join([compare.table(rows, False), *warnings, f"picture: {picture}",
+    return "\n".join([compare.table(rows), *warnings, f"picture: {picture}",
                       f"--preset=record74 and --preset=short trained for the same time, one after the other, on"
                       f" {facts['gpus']} and the same data ({facts['train_files']}): ours takes {mean(ratios):.3f} of"
                       f" record 74's time to the loss at which the slower one ends (n = {len(ratios)})"])

@@ -32,10 +32,11 @@ SCRIPT = "train_gpt.py"
 SHARDS = "train_shards", "val_shards", "train_sha256", "val_sha256"  # older logs lack the last two
 REQUIRED = "ranks", "command", "sources", *SHARDS[:2], "run_label", "device"
 NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
-LEFT_OUT = "save", "save_every", "resume", "profile", "plot", "sample_tokens"  # settings on which no loss depends
+# Settings on which no loss depends, and what the rerun has instead: those of the checkpoint would count without them.
+OFF = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0", "resume": "", "profile": ""}
 # The log may not contain the code for the first four of these settings, and its run has a length.
 REFUSED = "preset", "resume", "profile", "sample_tokens", "minutes", "train_tokens"
-DIFFER_ANYWAY = {*LEFT_OUT, "run_label", "log_dir", "command", "commit"}
+DIFFER_ANYWAY = {*OFF, "run_label", "log_dir", "command", "commit"}
 # Variables of torchrun, devices of the network, folders and files, how threads wait: no loss depends on them.
 OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|HOME|PATH|FILE)|OMP_WAIT_POLICY)")
 
@@ -64,15 +65,16 @@ def require_whole(path, run: Run):
     found = [name for name, text in unpack(run) if text or name != SCRIPT]
     missing = [f"`{key}`" for key in REQUIRED if key not in run.facts]
     missing += [f"the text of {name}" for name in [*names, SCRIPT] if name not in found]
-    if missing := missing + ["validation losses"] * (not run.losses):
-        raise UserError(f"{path}: lacks {', '.join(missing)}; it cannot be trained again, like all older logs")
-    for name in names:
-        if not NAME.fullmatch(name):
-            raise UserError(f"{path}: '{name}' among its sources may lead out of the folder; do not trust this log")
-        if found.count(name) > 1:
-            raise UserError(f"{path}: holds {name} more than once; if these are two logs, give one of them")
+    missing += ["validation losses"] * (not run.losses)
+    wrong = [f"lacks {', '.join(missing)}; it cannot be trained again, like all older logs"] * bool(missing)
+    wrong += [f"'{name}' among its sources may lead out of the folder; do not trust this log"
+              for name in names if not NAME.fullmatch(name)]
+    wrong += [f"holds {name} more than once; if these are two logs, give one of them"
+              for name in names if found.count(name) > 1]
     if resumed := run.facts.get("resume"):
-        raise UserError(f"{path}: this run went on from {resumed}; rerun the log in which it began")
+        wrong.append(f"this run went on from {resumed}; rerun the log in which it began")
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]}")
 
 
 def settings(run: Run, overrides) -> dict[str, str]:
@@ -80,12 +82,9 @@ def settings(run: Run, overrides) -> dict[str, str]:
     keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels, then SHA-256
     first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS[:2] or key.startswith("env."))
     keys = takewhile(lambda key: not key.startswith("kernels."), keys[first:])
-    knobs = {key: value_of(run.facts[key]) for key in keys}
+    knobs = {key: OFF.get(key, value_of(run.facts[key])) for key in keys}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
-    begun = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0"}  # else those of the checkpoint
-    begun = {key: value for key, value in begun.items() if run.facts.get("init_from") and key in knobs}
-    knobs = {key: value for key, value in knobs.items() if value and key not in LEFT_OUT and key not in overrides}
-    knobs |= begun | overrides
+    knobs = {key: value for key, value in knobs.items() if value and key not in overrides} | overrides
     # A relative path would lead into the temporary folder.
     return knobs | {key: str(ROOT / user_path(knobs[key])) for key in ("log_dir", "init_from") if knobs.get(key)}
 
@@ -110,15 +109,6 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def processes(ranks: int, device: str) -> int:
-    """The number of processes to start for a run of `ranks`. Fewer processes make more micro-steps each."""
-    if device == "cpu" or ranks <= (gpus := gpu_count()):
-        return ranks
-    if not gpus:
-        raise UserError("the run was on GPUs and this machine has none; add --device=cpu (slow, other digits)")
-    return max(n for n in range(1, gpus + 1) if ranks % n == 0)
-
-
 def execute(command, folder, env) -> int:
     """Runs the command and returns its exit status. The command has its own session, so it gets Ctrl-C only once,
     from this process: a second signal would disturb torchrun while it ends its processes."""
@@ -136,15 +126,16 @@ def report(old: Run, new: Run) -> str:
     steps = sorted(old.losses | new.losses)
     both = [step for step in steps if step in old.losses and step in new.losses]
     differences = {step: round(new.losses[step] - old.losses[step], 9) for step in both}  # decimal, as in the logs
-    parts = [compare.table([["step", "log", "rerun", "difference"], *([str(step), *(
-        compare.number(values.get(step, math.nan), 4, sign)
-        for values, sign in ((old.losses, ""), (new.losses, ""), (differences, "+")))] for step in steps)], False)]
-
+    curves = (old.losses, ""), (new.losses, ""), (differences, "+")
+    parts = [compare.table([["step", "log", "rerun", "difference"], *(
+        [str(step), *(compare.number(values.get(step, math.nan), 4, sign) for values, sign in curves)]
+        for step in steps)])]
     rows = [row for row in compare.changes(old, new) if not (
         row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]) or row[0] in SHARDS[2:] and row[1] == "–")]
-    data, others = ([row for row in rows if (row[0] in SHARDS) == is_data] for is_data in (True, False))
-    parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun" for key, theirs, ours in data]
-    parts.append(compare.table([["", "log", "rerun"], *others], False) if others else "settings and machine are equal")
+    parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun"
+              for key, theirs, ours in rows if key in SHARDS]
+    others = [row for row in rows if row[0] not in SHARDS]
+    parts.append(compare.table([["", "log", "rerun"], *others]) if others else "settings and machine are equal")
 
     worst = max(both, key=lambda step: (math.isnan(differences[step]), abs(differences[step])), default=None)
     verdict = "equal in every digit"
@@ -159,10 +150,13 @@ def rerun(path: Path, overrides) -> int:
     """Trains the log at `path` again and prints the comparison. Returns the exit status, raises UserError."""
     old = compare.read_run(path)
     require_whole(path, old)
-    knobs, env, ranks = settings(old, overrides), environment(old), old.facts["ranks"]
-    count = processes(int(ranks), knobs["device"])
+    knobs, env, ranks = settings(old, overrides), environment(old), int(old.facts["ranks"])
+    gpus = ranks if knobs["device"] == "cpu" else gpu_count()
+    if not gpus:
+        raise UserError("the run was on GPUs and this machine has none; add --device=cpu (slow, other digits)")
+    count = max(n for n in range(1, gpus + 1) if ranks % n == 0)  # fewer processes make more micro-steps each
     print(f"this executes the code in {path}, whoever wrote it")
-    if count < int(ranks):
+    if count < ranks:
         print(f"{count} of the {ranks} processes fit on the GPUs here and make more micro-steps, so digits will differ")
     if not old.finished:
         print(f"the run in the log did not finish; the losses are compared up to its step {max(old.losses)}")
@@ -170,24 +164,21 @@ def rerun(path: Path, overrides) -> int:
 
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local_addr=localhost", f"--nproc_per_node={count}"]
     command = [sys.executable, *launcher * (count > 1), SCRIPT, *(f"--{key}={value}" for key, value in knobs.items())]
-    pattern = os.path.join(glob.escape(knobs["log_dir"]), glob.escape(knobs["run_label"]) + "_*.txt")
-    before = set(glob.glob(pattern))
-    with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
+    folder, pattern = Path(knobs["log_dir"]), glob.escape(knobs["run_label"]) + "_*.txt"
+    before = {*folder.glob(pattern)}
+    with tempfile.TemporaryDirectory(prefix="rerun_") as temporary:
         for name, text in unpack(old):
             with user_error(f"{path}: cannot unpack {name}"):
-                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(folder, name).write_bytes(text.encode())
-        status = execute(command, folder, env)
+                Path(temporary, name).parent.mkdir(parents=True, exist_ok=True)
+                Path(temporary, name).write_bytes(text.encode())
+        status = execute(command, temporary, env)
     if status:
-        for files in filter(None, map(knobs.get, ("train_files", "val_files"))):
-            if not glob.glob(os.path.join(glob.escape(env["DATA_PATH"]), os.path.expanduser(files))):
-                print(f"{files} is not on this machine: pass --train_files=... and --val_files=...", file=sys.stderr)
-                break
+        print("if it lacks the data of the log, pass --train_files=... and --val_files=...", file=sys.stderr)
         return status
-    logs = set(glob.glob(pattern)) - before
+    logs = {*folder.glob(pattern)} - before
     if len(logs) != 1:
-        raise UserError(f"the run finished, but {len(logs)} new logs match {pattern}; use records/compare.py")
-    print("\n" + report(old, compare.read_run(Path(logs.pop()))), flush=True)
+        raise UserError(f"the run finished, but {len(logs)} new logs in {folder} match {pattern}")
+    print("\n" + report(old, compare.read_run(logs.pop())), flush=True)
     return 0
 
 

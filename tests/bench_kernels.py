@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
+from data.run import trial
 from data.run.machine import ceilings
-from records.work import WORK, seen_pairs
+from records.trace import WORK, seen_pairs
 
 BF16 = torch.bfloat16
 CONFIG = T.Config()
@@ -52,16 +53,30 @@ class Case(NamedTuple):
     kernel: str
     shape: str
     run: Callable
-    work: tuple  # operations and bytes, as in records/work.py
+    work: tuple  # operations and bytes, as in WORK of records/trace.py
     peers: dict[str, Callable] = {}  # other implementations of the same result
     # Calls per step on one GPU in the stage of this shape; 0 for shapes of several ranks and for parts of other lines.
     calls: float = 0
     fp8: bool = False  # whether the operations are in FP8
 
 
+OWN_WORK = {  # bytes of the operations that records/trace.py leaves out
+    "transpose_copy": lambda size: 4 * size, "transpose_add": lambda size: 6 * size,
+    "transpose_bytes": lambda size: 2 * size,
+    "scaled_weights": lambda size, passes: 2 * size * passes,  # how often (size,) bf16 is read or written
+    # passes: how often a sum of streams reads or writes a bf16 tensor (N, D); two codes (FP8) count as one
+    **dict.fromkeys(("mix", "mix_backward", "added_backward"), lambda N, D, passes: 2 * N * D * passes),
+    "token_gate": lambda N, channels: N * (2 * channels + 4),
+    "token_gate_backward": lambda N, channels: N * (4 * channels + 4),
+    "exclude_values": lambda N, D: 6 * N * D,
+    "output_grad": lambda N, D, excludes: (10 if excludes else 4) * N * D,
+    "quantise_weights": lambda size: 4 * size,  # without the largest weights
+    "signed_rows": lambda N, D, orders: 2 * N * D * (orders + 1)}  # the signs are few rows, which the cache holds
+
+
 def work(name, *sizes):
     """The least operations and bytes of an operation."""
-    return WORK[name][1](*sizes)
+    return (0, OWN_WORK[name](*sizes)) if name in OWN_WORK else WORK[name][1](*sizes)
 
 
 def case(name, shape, args, sizes, peers={}, calls=0):
@@ -124,41 +139,43 @@ def rand(*shape, dtype=BF16):
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
+def example(op, dtype=BF16, borders=None, window=128, **sizes):
+    """Arguments of an operation, of the widths of this file and these sizes."""
+    widths = dict(D=D, H=H, d=HEAD, F=MLP_DIM, V=V)
+    return trial.example(op, CONFIG.model, dtype, DEVICE, borders, window, **widths | sizes)
+
+
 def muon_cases():
     for ranks in 8, 1:
         on_one = ranks == 1
         for n, height in (BANK[0] // ranks, D), (-(-BANK[1] // ranks), MLP_DIM):
-            X, P, Q = rand(n, height, D), rand(n, D, D), rand(n, D, D)
-            P = P + P.mT
             shape, square = f"{n}x{height}x{D}", f"{n}x{D}x{D}"
-            name, factors = ("XXT", (X, X.mT)) if height == D else ("XTX", (X.mT, X))
+            name = "XXT" if height == D else "XTX"
+            X, Q, _ = example(name, n=n, M=height)
+            factors = (X, X.mT) if height == D else (X.mT, X)
             yield case(name, shape, (X, Q), (n, D, height), {"bmm": partial(torch.bmm, *factors, out=Q)}, 5 * on_one)
-            yield case("ba_plus_cAA", square, (P, 0.5, -2.0, Q, 3.0), (n, D),
+            P, *_ = args = example("ba_plus_cAA", n=n, M=D)
+            yield case("ba_plus_cAA", square, args, (n, D),
                        {"baddbmm": partial(torch.baddbmm, P, P, P, beta=-2.0, alpha=0.5)}, 5 * on_one)
 
 
 def update_cases():
     """The passes over banks and tables; the peers are compiled by PyTorch."""
     for n, height in (BANK[0], D), (BANK[1], MLP_DIM):
-        shape, size, grad, y = f"{n}x{height}x{D}", n * height * D, rand(n, height, D), rand(n, height, D)
-        m, slow = (torch.zeros(n, height, D, device=DEVICE) for _ in range(2))
-        halves = [torch.zeros(n, height, D, device=DEVICE, dtype=torch.int16) for _ in range(2)]
-        v, rates = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
-        muon, average = (*halves, v, y, 1e-6, rates, 0.1, 0.95), (slow, 0.1)
-        for name, args, more in (("fused_momentum", (grad, m, 0.9, 1.02), ()),
-                                 ("fused_momentum", (grad, m, 0.9, 1.02), (slow, 0.85, 0.01, 0.5)),
-                                 ("normuon_update", muon, ()), ("normuon_update", muon, average)):
-            sizes = size, bool(more)
-            yield case(name, f"{shape}, {work(name, *sizes)[1] // size} bytes", args + more, sizes, "compiled", 1)
-    p, grad = rand(V, D), rand(V, D)
-    m, v, average = (torch.ones(V, D, device=DEVICE) for _ in range(3))
-    for more in (), (average, 0.1):
-        yield case("adam_update", f"{V}x{D}, {22 + 8 * bool(more)} bytes",
-                   (p, m, v, grad, 1e-6, 1e-6, 0.5, 0.95, 1e-10, *more), (V * D, bool(more)), "compiled", 0.5)
+        size = n * height * D
+        for name, own in ("fused_momentum", 4), ("normuon_update", 8):  # without and with the arguments of an average
+            args = example(name, n=n, M=height)
+            for each in args[:own], args:
+                sizes = size, len(each) > own
+                yield case(name, f"{n}x{height}x{D}, {work(name, *sizes)[1] // size} bytes", each, sizes, "compiled", 1)
+    args = example("adam_update", R=V)
+    for each in args[:9], args:
+        yield case("adam_update", f"{V}x{D}, {22 + 8 * (len(each) > 9)} bytes", each, (V * D, len(each) > 9),
+                   "compiled", 0.5)
     for dtype in BF16, torch.float32:
-        args = (rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3,
-                *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10)
-        yield case("replicated_update", f"{2**18}, {dtype}", args, (2**18, dtype.itemsize), "compiled", 0.5)
+        args = example("replicated_update", dtype, R=max(1, 2**18 // D))
+        size = len(args[0])
+        yield case("replicated_update", f"{size}, {dtype}", args, (size, dtype.itemsize), "compiled", 0.5)
 
 
 def mix_cases():
@@ -212,9 +229,9 @@ def weights_cases():
 
 
 def transpose_cases():
-    src, dst = rand(D, V), rand(V, D)
-    yield case("transpose_copy", f"{D}x{V}", (src, dst), (D * V,), {"copy_": lambda: dst.copy_(src.mT)}, 0.5)
-    yield case("transpose_add", f"{V}x{D}", (dst, src), (D * V,), {"add_": lambda: src.add_(dst.mT)}, 0.5)
+    src, dst = example("transpose_copy", N=V)  # (V, D), (D, V)
+    yield case("transpose_copy", f"{D}x{V}", (dst, src), (D * V,), {"copy_": lambda: src.copy_(dst.mT)}, 0.5)
+    yield case("transpose_add", f"{V}x{D}", (src, dst), (D * V,), {"add_": lambda: dst.add_(src.mT)}, 0.5)
 
 
 def documents(n, longest, seed=0):
@@ -289,10 +306,10 @@ def block_cases():
             yield case("project_backward", shape, (*grads[:2], dv, *more, dqkv), of_grads, calls=MICRO * layers)
             if FP8:
                 yield Case("project, FP8", shape, partial(tk.project, *args, (
-                    x.to(tk.E4M3), weight.to(tk.E4M3), one, one)), work("project_codes", *sizes), fp8=True)
+                    x.to(tk.E4M3), weight.to(tk.E4M3), one, one)), work("project", *sizes, True), fp8=True)
                 codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
                 yield Case("project_backward, FP8", shape, partial(tk.project_backward, *grads, *more, *codes, one),
-                           work("project_codes_backward", *of_grads))
+                           work("project_backward", *of_grads, True))
             if narrow:  # the gates do not depend on the widths
                 continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
@@ -335,11 +352,11 @@ def fp8_cases():
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
         post, _ = tk.relu_square_codes(*up)
         yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up),
-                   work("mlp_codes", N, D, width),
+                   work("mlp", N, D, width, True),
                    {"product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)}, **each)
         down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
         yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down),
-                   work("mlp_codes_backward", N, D, width),
+                   work("mlp_backward", N, D, width, True),
                    {"product alone": partial(tk.scaled_product, g8, W2, g_scale, w2_scale)}, **each)
         leaves = [t.requires_grad_() for t in (x, *bank[0].clone())]
 
@@ -387,70 +404,63 @@ def head_cases():
 
 def pointer_cases():
     for N, stage in zip(TOKENS, STAGES):
-        q, k = (F.rms_norm(rand(N, T.POINTER_WIDTH), (T.POINTER_WIDTH,)).requires_grad_() for _ in range(2))
-        sink = torch.zeros(N, device=DEVICE, requires_grad=True)
-        ids, cu = torch.randint(V, (N,), device=DEVICE), documents(N, stage.max_doc_len)
-        targets = tk.multi_token_targets(ids, len(stage.mtp_start))
-        args = (q, k, sink, ids.int(), *tk.document_of_tokens(cu, N), N, 0.1, targets)
+        cu = documents(N, stage.max_doc_len)
+        *args, targets = example("pointer", borders=cu, window=N, N=N)
+        args.append(tk.multi_token_targets(targets[:, 0].contiguous(), len(stage.mtp_start)))
         sizes = N, T.POINTER_WIDTH, seen_pairs(np.diff(cu.tolist()), N) - N
         yield case("pointer", str(N), args, sizes, calls=MICRO)
         yield backward("pointer", str(N), tk.pointer(*args), args[:3], sizes, MICRO)
-        projected, gain, weights = (x.requires_grad_() for x in (
-            rand(N, 3 * T.POINTER_WIDTH), rand(1, dtype=torch.float32), rand(T.POINTER_WIDTH, dtype=torch.float32)))
-        args, sizes = (projected, gain, weights, args[4]), sizes[:2]
+        args, sizes = example("pointer_inputs", borders=cu, N=N), sizes[:2]
         yield case("pointer_inputs", str(N), args, sizes, "plain", MICRO)
         yield backward("pointer_inputs", str(N), tk.pointer_inputs(*args), args[:3], sizes, MICRO)
 
 
-def claiming(few, sorted_ids, upstream, *signs):
-    """embedding_grad after an update, when no row has a place."""
-    few.place.fill_(-1)
-    few.count.zero_()
-    tk.embedding_grad(few.grad, sorted_ids, upstream, *few.places, *signs)
+def after(run, *changed):
+    """A call of `run` that finds these tensors as they are now."""
+    before = [x.clone() for x in changed]
+
+    def again():
+        for x, old in zip(changed, before):
+            x.copy_(old)
+        run()
+    return again
 
 
 def embedding_cases():
+    bigrams, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
     for N in TOKENS:
         ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
-        for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", CONFIG.model.ngrams[0][1], MICRO):
+        for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", bigrams, MICRO):
             rows_of_tokens = (ids * 7919) % rows if name == "bigram" else ids
             pieces = torch.from_numpy(L.sorted_pieces(rows_of_tokens.cpu().numpy())).to(DEVICE)
-            sorted_ids = tk.SortedIds(rows_of_tokens, pieces)
-            grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
-            args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
-            yield case("embedding_grad", f"{name}, {N}", args, sizes, "plain", calls)
+            args = torch.zeros(rows, D, device=DEVICE, dtype=BF16), tk.SortedIds(rows_of_tokens, pieces), rand(N, D)
+            yield case("embedding_grad", f"{name}, {N}", args, (N, D, rows_of_tokens.unique().numel()), "plain", calls)
+        args = example("embedding_grad", R=V * 5, N=N)
+        ids, (place, count) = args[1].ids, args[3:6:2]
+        yield Case("embedding_grad", f"2 orders, {N}, places for all rows",
+                   after(partial(tk.embedding_grad, *args), place, count),
+                   (0, 2 * D * (len(ids) + ids.unique().numel())), calls=MICRO)
+        table, ids, _, signs, sign_ids = example("signed_rows", R=V * 5, N=N)
         for orders in 1, 2:
-            table, signs = rand(V * 5, D), rand(8192, D)
-            ids, sign_ids = (torch.randint(n, (orders * N,), device=DEVICE, dtype=torch.int32) for n in (V * 5, 8192))
-            sorted_ids = tk.SortedIds(ids, torch.from_numpy(L.sorted_pieces(ids.cpu().numpy())).to(DEVICE))
-            yield Case("embedding_grad", f"{orders} orders, {N}, places for all rows",
-                       partial(claiming, tk.FewRows(table, len(ids)), sorted_ids, upstream, signs, sign_ids),
-                       (0, 2 * D * (len(ids) + ids.unique().numel())), calls=MICRO)
-            yield case("signed_rows", f"{orders} orders, {N}", (table, ids, orders, signs, sign_ids), (N, D, orders),
-                       "plain", MICRO)
-    rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
-    p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
-    ids, values = torch.arange(touched, device=DEVICE) * 7919 % rows, rand(touched, D)
-    distinct, is_touched = ids.unique(), torch.zeros(rows, device=DEVICE, dtype=torch.bool)
-    m, v, v_of_rows = torch.zeros(rows, D, device=DEVICE), *(torch.ones(rows, n, device=DEVICE) for n in (D, 1))
-    last, numbers = torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32), (1, 1e-3, 0.0, 0.95, 1e-10)
-    few = tk.FewRows(p, 2 * touched)
-    few.load(distinct, values[:len(distinct)])
-    place, count = few.place.clone(), few.count.clone()
+            args = table, ids[:orders * N], orders, signs, sign_ids[:orders * N]
+            yield case("signed_rows", f"{orders} orders, {N}", args, (N, D, orders), "plain", MICRO)
+    shape = f"{touched} of {bigrams} rows, and the write of their gradients"
+    p, v, last, is_touched, grad, *numbers = example("update_rows", R=bigrams)
+    ids = (torch.arange(touched, device=DEVICE) * 7919 % bigrams).unique()
+    values = grad[ids]
+    grad.zero_(), is_touched.zero_()
 
     def update_rows():
         grad[ids], is_touched[ids] = values, True  # the update clears both
         tk.update_rows(p, v, last, is_touched, grad, *numbers)
 
-    def update_few_rows():
-        few.grad[:touched], few.place[:], few.count[:] = values, place, count  # the update clears them
-        tk.update_few_rows(p, v_of_rows, last, few.grad, few.place, few.rows, few.count, *numbers)
-
-    shape = f"{touched} of {rows} rows, and the write of their gradients"
-    all_rows = partial(tk.adam_update, p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)
-    yield Case("update_rows", shape, update_rows, (0, 20 * D * len(distinct)),
+    all_rows = partial(tk.adam_update, p, torch.zeros_like(v), v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)
+    yield Case("update_rows", shape, update_rows, (0, 20 * D * len(ids)),
                {"all rows, with a first moment": all_rows}, 0.5)
-    yield Case("update_few_rows", shape, update_few_rows, (0, 12 * D * len(distinct)), calls=0.5)
+    args = example("update_few_rows", R=bigrams, N=touched)
+    grad, place, _, count = args[3:7]
+    run = after(partial(tk.update_few_rows, *args), grad[:count.item()], place, count)
+    yield Case("update_few_rows", shape, run, (0, 12 * D * count.item()), calls=0.5)
 
 
 FAMILIES = {name.removesuffix("_cases"): cases for name, cases in [*globals().items()] if name.endswith("_cases")}

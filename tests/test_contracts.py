@@ -7,7 +7,7 @@ import torch
 
 import train_gpt as T
 import triton_kernels as tk
-from data.run import trial
+from data.run.trial import example
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODEL = T.Model(257, 64, 2, pointer=True, layers=(T.Layer(paired=True, value_embed=True),), backout_layer=None)
@@ -26,14 +26,8 @@ OTHER = {torch.float32: torch.float64, torch.int32: torch.int64, torch.int64: to
 
 def good_call(op, dtype=torch.float32):
     """(wrapper, {argument: value}) of a call as `trial` makes it."""
-    class Called(Exception):
-        """Carries the arguments."""
-    def record(*args):
-        raise Called(*args)
-    wrapper = tk.IMPLEMENTATIONS[op]["triton"]
-    with pytest.raises(Called) as call:
-        trial.trials(MODEL, dtype, CPU)[op](record)
-    return wrapper, dict(zip(inspect.signature(wrapper).parameters, call.value.args))
+    wrapper, args = tk.IMPLEMENTATIONS[op]["triton"], example(op, MODEL, dtype, CPU)
+    return wrapper, dict(zip(inspect.signature(wrapper).parameters, args[0] if op == "attention" else args))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -209,7 +209,7 @@ def test_exchange_and_signed_labels_reach_the_comparison(folder, train):
     done = train("2 --log_dir=. --label -a --label=+a --x=1")
     assert [call for call in done.calls if "run" in call][1]["argv"] == [
         "--run_label=+a", "--seed=1", "--log_dir=logs", "--log_dir=.", "--x=1"]
-    assert re.findall(r"^(\S+) +2  ", done.out, re.M)[:2] == ["-a", "+a"]
+    assert re.findall(r"^\| (\S+) +\| +2 ", done.out, re.M)[:2] == ["-a", "+a"]
 
 
 @pytest.mark.parametrize("argv, error", {

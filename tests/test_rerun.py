@@ -117,16 +117,18 @@ def test_equal_runs(tmp_path, log, again, monkeypatch):
     status, out, err, new, (argv, env, folder, cwd) = again(log)
     assert (status, err) == (0, "") and out.splitlines()[0] == f"this executes the code in {log}, whoever wrote it"
     assert """
-step     log   rerun  difference
-0     5.0370  5.0370     +0.0000
-2     4.5370  4.5370     +0.0000
-4     4.0370  4.0370     +0.0000
-6     3.5370  3.5370     +0.0000
+| step |    log |  rerun | difference |
+| ---- | ------ | ------ | ---------- |
+| 0    | 5.0370 | 5.0370 |    +0.0000 |
+| 2    | 4.5370 | 4.5370 |    +0.0000 |
+| 4    | 4.0370 | 4.0370 |    +0.0000 |
+| 6    | 3.5370 | 3.5370 |    +0.0000 |
 
 """ in out and out.endswith("\n\nequal in every digit\n")
     assert new.name.startswith("rerun_base_") and dict(rerun.unpack(compare.read_run(new))) == FILES
     assert argv == ["--run_label=rerun_base", f"--log_dir={tmp_path}/logs", "--device=cpu", "--seed=3", "--prompt=def ",
-                    "--layer0=paired, wide", "--train_files=data/*.py", "--val_files=data/*.py"]
+                    "--layer0=paired, wide", "--train_files=data/*.py", "--val_files=data/*.py", "--save=false",
+                    "--save_every=0", "--sample_tokens=0"]
     assert env == {"env.OMP_FAKE": "7", "env.TRITON_TRACE": "my/trace", "env.NCCL_ALGO": "Ring", "env.TORCH_MINE": "1",
                    "DATA_PATH": str(tmp_path), "PYTHONPATH": "/elsewhere"}
     assert folder == cwd and Path(folder).parent == tmp_path / "temporary"
@@ -159,10 +161,10 @@ def test_verdicts_on_a_changed_log(log, again, old, new, verdict):
 
 
 def test_a_failing_trainer(log, again):
-    """Its status is passed on. Where this machine does not have the data, a line says what to do."""
-    status, out, err, *_ = again(log, "--stop=3", "--train_files=/*", "--val_files=other/*.bin")
-    advice = "other/*.bin is not on this machine: pass --train_files=... and --val_files=...\n"
-    assert status == 3 and err == f"error: no files match /*\n{advice}" and "difference" not in out
+    """Its status is passed on. A line says what to do about missing data."""
+    status, out, err, *_ = again(log, "--stop=3", "--train_files=none.bin")
+    advice = "if it lacks the data of the log, pass --train_files=... and --val_files=...\n"
+    assert status == 3 and err == f"error: no files match none.bin\n{advice}" and "difference" not in out
 
 
 @pytest.mark.parametrize("old, new, count, message", [

@@ -54,7 +54,6 @@ def broken(op, how):
 def test_kernels_pass(args, device):
     config, ops = setting(EVERY_KERNEL, *args, device=device)
     assert trial.find_faults(config, ops, device) == {}
-    assert set(trial.trials(config.model, torch.float32, device)) == {*tk.IMPLEMENTATIONS, "fp8"}
 
 
 def test_fp8_passes_and_fails(fp8_training, monkeypatch):

@@ -1,6 +1,8 @@
-"""Before training on a GPU that nobody has tested: each operation once on a small input, against its reference."""
+"""Example calls of every operation; and, before training on a GPU that nobody has tested, a trial of each operation by
+these examples against its reference."""
 
 import platform
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,17 +23,21 @@ def is_tested(device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in TESTED
 
 
-def trials(model, dtype, device) -> dict:
-    """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths. "fp8"
-    is the head, whose function has the argument "in FP8". dtype: of weights and activations. The results are what op
-    returns or changes, and the gradients of its inputs."""
-    D, H, d, F, V, N = model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, model.padded_vocab, 256
-    generator, fp32 = torch.Generator(device), torch.float32
-    borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
-    mtp_weights = torch.tensor([1.0, 0.5], device=device)
+def example(op, model, dtype, device, borders=None, window=128, **sizes):
+    """Arguments of an operation, the same random numbers each time. Inputs with gradients require them. "attention" has
+    a list, the arguments of each kind of layer; "mix" those of `sums`, "head" those of `head_loss`. borders (K,) int32:
+    of documents, here two; window: of the pointer. sizes: other widths than the model's (F: of the MLP, V: columns of
+    the head), N tokens, R rows of tables, n matrices of M rows."""
+    sizes = dict(D=model.model_dim, H=model.num_heads, d=model.head_dim, F=model.mlp_dim, V=model.padded_vocab, N=256,
+                 R=64, n=2, M=256) | sizes
+    D, H, d, F, V, N, R, n, M = sizes.values()
+    generator, fp32, int64 = torch.Generator(device).manual_seed(0), torch.float32, torch.int64
 
     def random(*shape, std=1.0, dtype=dtype):
         return (std * torch.randn(shape, generator=generator, device=device)).to(dtype)
+
+    def leaf(*shape, **options):
+        return random(*shape, **options).requires_grad_()
 
     def integers(high, *shape, dtype=torch.int32):
         return torch.randint(high, shape, generator=generator, device=device, dtype=dtype)
@@ -39,116 +45,88 @@ def trials(model, dtype, device) -> dict:
     def zeros(*shape, dtype=fp32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def all_tensors(op, *args):
-        """What an operation returns, and its arguments, of which it may change some."""
-        return [x for x in tree_leaves((op(*args), args)) if torch.is_tensor(x)]
+    if borders is None:
+        borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
+    start, end = kernels.document_of_tokens(borders, N)
+    mtp_weights = torch.tensor([1.0, 0.5], device=device)
 
-    def with_gradients(function, *inputs):
-        """The results of a function, and the gradients of its inputs for random gradients of the results."""
-        inputs = [x.requires_grad_() for x in inputs]
-        results = [x for x in function(*inputs) if x is not None]
-        return results + list(torch.autograd.grad(results, inputs, [random(*x.shape, dtype=x.dtype) for x in results]))
+    def embedding_grad():
+        rows, few = integers(R, 2 * N), kernels.FewRows(zeros(R, D, dtype=dtype), min(R, 2 * N))
+        pieces = torch.from_numpy(sorted_pieces(rows.cpu().numpy())).to(device)
+        return few.grad, kernels.SortedIds(rows, pieces), random(N, D), *few.places, random(8, D), integers(8, 2 * N)
 
-    def embedding_grad(op):
-        few, ids = kernels.FewRows(zeros(64, D, dtype=dtype), 64), integers(64, 2 * N)
-        pieces = torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)
-        op(few.grad, kernels.SortedIds(ids, pieces), random(N, D), *few.places, random(8, D), integers(8, 2 * N))
-        return [few.grad[few.place[ids.long()].long()], few.rows.sort().values, few.count]  # rows have any places
+    def update_few_rows():
+        p, touched = random(R, D), min(N, 3 * R // 8)
+        few = kernels.FewRows(p, touched + 8)
+        few.load(torch.randperm(R, generator=generator, device=device)[:touched], random(touched, D))
+        return p, zeros(R, 1), zeros(R, 1, dtype=torch.int32), few.grad, *few.places, 1, 0.1, 0.01, 0.9, 1e-8
 
-    def update_few_rows(op):
-        few = kernels.FewRows(p := random(64, D), 32)
-        few.load(torch.randperm(64, generator=generator, device=device)[:24], random(24, D))
-        return all_tensors(op, p, zeros(64, 1), zeros(64, 1, dtype=torch.int32), few.grad, few.place, few.rows,
-                           few.count, 1, 0.1, 0.01, 0.9, 1e-8)
-
-    def attention(op):
-        results = []
-        for paired, long, narrow, has_values in sorted(
-                {(layer.paired, layer.long, layer.narrow, layer.value_embed)
-                 for layer in model.layers if layer.attention}):
+    def attention():
+        calls = []
+        for paired, long, narrow, has_values in sorted({(layer.paired, layer.long, layer.narrow, layer.value_embed)
+                                                        for layer in model.layers if layer.attention}):
             angles = random(2 * N, d // 4, dtype=fp32)
             rotary = torch.stack((angles.cos(), angles.sin()), 2).to(dtype)
-            weight = random((2 * d // (1 + narrow) + d) * H, D, std=D**-0.5)
-            gates = [random(H, 12) for _ in range(1 + has_values)]
-            values = [random(N, D)] * has_values
+            weight = leaf((2 * d // (1 + narrow) + d) * H, D, std=D**-0.5)
+            ve, w_ve = (leaf(N, D), leaf(H, 12)) if has_values else (None, None)
+            calls.append((leaf(N, D), weight, rotary, ve, w_ve, leaf(H, 12), borders, 128, d**-0.5, paired, long,
+                          narrow))
+        return calls
 
-            def run(x, weight, w_out, *values):
-                ve, w_ve = values or (None, None)
-                return [op(x, weight, rotary, ve, w_ve, w_out, borders, 128, d**-0.5, paired, long, narrow)]
-            results += with_gradients(run, random(N, D), weight, gates[0], *values, *gates[1:])
-        return results
+    def cross_entropy():
+        copies = kernels.Copies(random(R, 2, dtype=fp32).sigmoid(), random(R, dtype=fp32).sigmoid(), model.gate_id,
+                                zeros(R, 2), zeros(R)) if model.pointer else None
+        return (random(R, V, std=5.0), integers(min(model.vocab_size, V), R, 2, dtype=int64), mtp_weights, 1.0, 2.0**-6,
+                zeros(R, V, dtype=dtype), copies)
 
-    def mix(op):
-        def run(lane, a, x0, ngram, bank, vector, matrix, weight, numbers):
-            factors = numbers.unbind()  # in one tensor, since the gradient of one number may be near zero by chance
-            (first, second), columns = op.unbind(vector), op.columns(matrix, [1, 1])
-            (x0, _), added = op.add_later([x0, ngram], [columns, [factors[0], None]])
-            x0, channels = op.first_channels(x0, 12)
-            gate = op.token_gate(channels, weight, factors[3])
-            (x0,), before = op.add_later([x0], [[gate]], previous=True)
-            one = op([(factors[1], lane), (None, a)], kernels.Reader(channels=12), added[:1])
-            two = op([(0.5, one.x), (factors[2], x0), (first, lane), (second, lane)], None, [*added[1:], *before])
-            return one.normed, one.first, two.x, channels, *op.scaled_weights(bank, vector)[1]
-        return with_gradients(run, *(random(N, D) for _ in range(4)), random(2, 2, 64, D), random(2, dtype=fp32),
-                              random(2, N, dtype=fp32), random(1, 12), random(4, dtype=fp32))
+    calls = {
+        "signed_rows": lambda: (random(R, D), integers(R, 2 * N), 2, random(8, D), integers(8, 2 * N)),
+        "embedding_grad": embedding_grad,
+        "update_rows": lambda: (random(R, D), zeros(R, D), zeros(R, 1, dtype=torch.int32),
+                                zeros(R, dtype=torch.bool).logical_not(), random(R, D), 1, 0.1, 0.01, 0.9, 1e-8),
+        "update_few_rows": update_few_rows,
+        "attention": attention,
+        # The numbers are in one tensor, since the gradient of one number may be near zero by chance.
+        "mix": lambda: (*(leaf(N, D) for _ in range(4)), leaf(2, 2, 64, D), leaf(2, dtype=fp32),
+                        leaf(2, N, dtype=fp32), leaf(1, 12), leaf(4, dtype=fp32)),
+        "mlp": lambda: (leaf(N, D), *(leaf(F, D, std=D**-0.5) for _ in range(2))),
+        "pointer": lambda: (leaf(N, 128), leaf(N, 128), leaf(N, dtype=fp32), integers(8, N), start, end, window, 0.1,
+                            integers(8, N, 2, dtype=int64)),
+        "pointer_inputs": lambda: (leaf(N, 3 * 128), leaf(1, dtype=fp32), leaf(128, dtype=fp32), start),
+        "cross_entropy": cross_entropy,
+        "head": lambda: (leaf(N, D), torch.nn.Parameter(random(D, V, std=0.1)),
+                         integers(min(model.vocab_size, V), N, dtype=int64), mtp_weights),
+        "XXT": lambda: (random(n, M, D), zeros(n, M, M, dtype=dtype), random(n).float().abs()),
+        "XTX": lambda: (random(n, M, D), zeros(n, D, D, dtype=dtype), random(n).float().abs()),
+        "ba_plus_cAA": lambda: ((P := random(n, M, M)) + P.mT, 0.1, 0.5, torch.empty_like(P), 2.0),
+        # The last arguments of these three are those of an average.
+        "fused_momentum": lambda: (random(n, M, D), random(n, M, D, dtype=fp32), 0.9, 1.02, zeros(n, M, D), 0.85, 0.1,
+                                   0.5),
+        "normuon_update": lambda: (*(integers(2**14, n, M, D, dtype=torch.int16) for _ in range(2)), zeros(n, M, 1),
+                                   random(n, M, D), 0.1, 1 + zeros(n, 1, 1), 0.1, 0.9, zeros(n, M, D), 0.5),
+        "adam_update": lambda: (random(R, D), *random(2, R, D, dtype=fp32).abs(), random(R, D), 0.1, 0.01, 0.9, 0.99,
+                                1e-8, random(R, D, dtype=fp32), 0.5),
+        "replicated_update": lambda: (random(R * D), *zeros(2, R * D), random(R * D), 0.1, 3,
+                                      *random(4, R * D, dtype=fp32).sigmoid(), 0.01, 1e-8),
+        **dict.fromkeys(("transpose_copy", "transpose_add"), lambda: (random(N, D), random(D, N)))}
+    return calls[op]()
 
-    def mlp(op):
-        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *random(2, F, D, std=D**-0.5).unbind())
 
-    def pointer(op):
-        start, end = kernels.document_of_tokens(borders, N)
-        tokens, targets = integers(8, N), integers(8, N, 2, dtype=torch.int64)
-        return with_gradients(lambda *inputs: op(*inputs, tokens, start, end, 128, 0.1, targets),
-                              random(N, 128), random(N, 128), random(N, dtype=fp32))
+def sums(mix, lane, a, x0, ngram, bank, vector, matrix, weight, numbers):
+    """All parts of the operation `mix`, which is more than one function."""
+    factors = numbers.unbind()
+    (first, second), columns = mix.unbind(vector), mix.columns(matrix, [1, 1])
+    (x0, _), added = mix.add_later([x0, ngram], [columns, [factors[0], None]])
+    x0, channels = mix.first_channels(x0, 12)
+    gate = mix.token_gate(channels, weight, factors[3])
+    (x0,), before = mix.add_later([x0], [[gate]], previous=True)
+    one = mix([(factors[1], lane), (None, a)], kernels.Reader(channels=12), added[:1])
+    two = mix([(0.5, one.x), (factors[2], x0), (first, lane), (second, lane)], None, [*added[1:], *before])
+    return one.normed, one.first, two.x, channels, *mix.scaled_weights(bank, vector)[1]
 
-    def pointer_inputs(op):
-        start, _ = kernels.document_of_tokens(borders, N)
-        return with_gradients(lambda *inputs: op(*inputs, start), random(N, 3 * 128), random(1, dtype=fp32),
-                              random(128, dtype=fp32))
 
-    def cross_entropy(op):
-        grad, targets, copies = zeros(64, V, dtype=dtype), integers(model.vocab_size, 64, 2, dtype=torch.int64), None
-        if model.pointer:
-            copies = kernels.Copies(random(64, 2, dtype=fp32).sigmoid(), random(64, dtype=fp32).sigmoid(),
-                                    model.gate_id, zeros(64, 2), zeros(64))
-        losses = op(random(64, V, std=5.0), targets, mtp_weights, 1.0, 2.0**-6, grad, copies)
-        return [losses, grad, *(copies[3:] if copies else ())]
-
-    def head(fp8):
-        weight, targets = torch.nn.Parameter(random(D, V, std=0.1)), integers(model.vocab_size, N, dtype=torch.int64)
-        loss = kernels.HeadLoss(weight, dtype, fp8, kernels.cross_entropy_ref)
-        return with_gradients(lambda h, weight: [loss(h, targets, mtp_weights, 1.0)], random(N, D), weight)
-
-    def normuon_update(op):
-        halves = [integers(2**14, 2, 256, D, dtype=torch.int16) for _ in range(2)]
-        v, average = zeros(2, 256, 1), zeros(2, 256, D)
-        op(*halves, v, random(2, 256, D), 0.1, 1 + zeros(2, 1, 1), 0.1, 0.9, average, 0.5)
-        return [kernels.join_master(*halves), v, average]
-
-    own = (embedding_grad, update_few_rows, attention, mix, mlp, pointer, pointer_inputs, cross_entropy, normuon_update)
-    runs = {run.__name__: run for run in own} | {"fp8": head}
-    inputs = {  # operation -> function that makes its arguments
-        "signed_rows": lambda: (random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N)),
-        "update_rows": lambda: (random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32),
-                                zeros(64, dtype=torch.bool).logical_not(), random(64, D), 1, 0.1, 0.01, 0.9, 1e-8),
-        "XXT": lambda: (random(2, 256, D), zeros(2, 256, 256, dtype=dtype), random(2).float().abs()),
-        "XTX": lambda: (random(2, 256, D), zeros(2, D, D, dtype=dtype), random(2).float().abs()),
-        "ba_plus_cAA": lambda: ((P := random(2, 256, 256)) + P.mT, 0.1, 0.5, torch.empty_like(P), 2.0),
-        "fused_momentum": lambda: (random(2, 256, D), random(2, 256, D, dtype=fp32), 0.9, 1.02, zeros(2, 256, D), 0.85,
-                                   0.1, 0.5),
-        "adam_update": lambda: (random(64, D), *random(2, 64, D, dtype=fp32).abs(), random(64, D), 0.1, 0.01, 0.9, 0.99,
-                                1e-8, random(64, D, dtype=fp32), 0.5),
-        "replicated_update": lambda: (random(64 * D), *zeros(2, 64 * D), random(64 * D), 0.1, 3,
-                                      *random(4, 64 * D, dtype=fp32).sigmoid(), 0.01, 1e-8),
-        "transpose_copy": lambda: (random(N, D), random(D, N)), "transpose_add": lambda: (random(N, D), random(D, N))}
-    runs |= {name: lambda op, make=make: all_tensors(op, *make()) for name, make in inputs.items()}
-
-    def seeded(function):
-        def run(op):
-            generator.manual_seed(0)
-            return function(op)
-        return run
-    return {op: seeded(function) for op, function in runs.items()}
+def head_loss(fp8, h, weight, targets, mtp_weights):
+    return kernels.HeadLoss(weight, h.dtype, fp8, kernels.cross_entropy_ref)(h, targets, mtp_weights, 1.0)
 
 
 def fp8_mlp(x, W1, W2):
@@ -163,8 +141,25 @@ def fp8_attention(x, weight, *others):
     return kernels.attention_block(x, weight, *others, codes=codes._replace(x8=x8, x8_t=x8_t))
 
 
+def outcome(op, function, args):
+    """What a function returns and changes, and the gradients of its inputs."""
+    results = [x for x in tree_leaves(function(*args)) if torch.is_tensor(x)]
+    inputs = [x for x in tree_leaves(args) if torch.is_tensor(x) and x.requires_grad]
+    if inputs:
+        generator = torch.Generator(inputs[0].device).manual_seed(1)
+        grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in results]
+        return results + list(torch.autograd.grad(results, inputs, grads))
+    if op == "embedding_grad":
+        grad, (ids, _), _, place, rows, count, *_ = args
+        return [grad[place[ids.long()].long()], rows.sort().values, count]  # rows have any places
+    if op == "normuon_update":
+        args = kernels.join_master(*args[:2]), *args[2:]
+    return results + [x for x in tree_leaves(args) if torch.is_tensor(x)]
+
+
 def fault_of(run, name, op, reference, tolerance):
-    """What is wrong with an operation in words, or None. run: a function of `trials`. Raises UserError when the
+    """What is wrong with an operation in words, or None. run(op): what op
+    returns and changes. Raises UserError when the
     operation leaves the GPU unusable."""
     try:
         for result, wanted in zip(run(op), run(reference), strict=True):
@@ -187,19 +182,19 @@ def fault_of(run, name, op, reference, tolerance):
 def find_faults(config, ops, device) -> dict[str, str]:
     """{operation: what is wrong with it in words}, of the operations that do not have their references. "fp8",
     "fp8_mlp" and "fp8_qkv" stand for the head and two operations in FP8."""
-    system = config.system
-    runs, found = trials(config.model, getattr(torch, system.dtype), device), {}
-    head = runs.pop("fp8")
-    references = {op: kernels.IMPLEMENTATIONS[op]["torch"] for op in runs}
-    for op, run in runs.items():
-        if getattr(ops, op) is not references[op]:
-            found[op] = fault_of(run, op, getattr(ops, op), references[op], TOLERANCE)
-    for knob, op, in_fp8 in (("fp8_mlp", "mlp", fp8_mlp), ("fp8_qkv", "attention", fp8_attention)):
-        if getattr(system, knob) and not found.get(op):
-            found[knob] = fault_of(runs[op], knob, in_fp8, references[op], FP8_TOLERANCE)
-    if system.fp8:
-        found["fp8"] = fault_of(head, "fp8", True, False, FP8_TOLERANCE)
-    return {op: fault for op, fault in found.items() if fault}
+    system, model, found = config.system, config.model, {}
+    references = {op: functions["torch"] for op, functions in kernels.IMPLEMENTATIONS.items()}
+    tried = [(op, op, getattr(ops, op), TOLERANCE) for op in references if getattr(ops, op) is not references[op]]
+    tried += [row for row in (("fp8_mlp", "mlp", fp8_mlp, FP8_TOLERANCE), ("fp8", "head", True, FP8_TOLERANCE),
+                              ("fp8_qkv", "attention", fp8_attention, FP8_TOLERANCE)) if getattr(system, row[0])]
+    for name, op, function, tolerance in tried:
+        def run(function):
+            args = example(op, model, getattr(torch, system.dtype), device)
+            function = {"mix": partial(sums, function), "head": partial(head_loss, function)}.get(op, function)
+            return [x for each in (args if op == "attention" else [args]) for x in outcome(op, function, each)]
+        if not found.get(op):
+            found[name] = fault_of(run, name, function, references.get(op, False), tolerance)
+    return {name: fault for name, fault in found.items() if fault}
 
 
 def replace_faulty_kernels(config, ops, rt):
