@@ -17,8 +17,8 @@ equal seeds, which often tells more, since a seed shifts both groups alike. Choo
 
 --exchange=SHORT,LONG says what a change is worth in tokens and in net seconds, against a baseline of two lengths whose
 loss is linear in the logarithm of the tokens. Signed labels such as +a-b make a factorial set, which may be incomplete
-or uneven: a table has the effects by least squares over all runs, which assumes that effects add up and that runs are
-independent. records/README.md explains both.
+or uneven: a table has the effects by least squares over all runs, which assumes that effects add up. If each seed has
+several runs, it counts as one more factor, so that its shift is no scatter. records/README.md explains both.
 """
 
 import argparse
@@ -299,6 +299,11 @@ def by_seed(old: list[Run], new: list[Run], what: str) -> Estimate:
     return sample(map(mean, differences.values()))
 
 
+def enough(p_of, level=CHANCE) -> str:
+    """The number of runs at which p_of(number) falls below the level."""
+    return next((str(n) for n in range(2, 101) if p_of(n) < level), "over 100")
+
+
 # ---- Exchange of loss for tokens, factors ----------------------------------------------------------------------------
 
 def growth(log_ratio: float) -> float:
@@ -431,6 +436,9 @@ def main_effects(used, rate, warnings):
     factors = list(dict.fromkeys(word[1:] for word in words[first]))
     runs = [(run, signs) for label, signs in words.items() for run in used[label]]
     columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
+    seeds = [run.facts.get("seed") for run, _ in runs]
+    if by_seed := len({*seeds}) > 1 and all(seeds.count(seed) > 1 for seed in seeds):  # each shifts its runs alike
+        columns += [[int(seed == other) for other in seeds] for seed in sorted({*seeds})[1:]]
     loss, time = (least_squares(columns, [getattr(run, what) for run, _ in runs]) for what in ("loss", "time"))
     if any(sorted(sign[1:] for sign in signs) != sorted(factors) for signs in words.values()):
         warnings.append(f"no table of effects: {', '.join(words)} do not name the same factors, each once")
@@ -438,11 +446,17 @@ def main_effects(used, rate, warnings):
     if not loss:
         warnings.append(f"no table of effects: {', '.join(words)} cannot separate the effects of {', '.join(factors)}")
         return []
-    rows = [["effect of (95 %)", "runs +", "runs −", "loss", "p", "time s", "p"] + ["tokens saved %"] * bool(rate)]
+    rows = [["effect of" + ", by seed" * by_seed + " (95 %)", "runs +", "runs −", "loss", "p", "time s", "p"] + ["tokens saved %"] * bool(rate)]
     for factor, column, *halves in zip(factors, columns[1:], loss[1:], time[1:]):
         on_loss, on_time = (half.times(2) for half in halves)  # the signs are 2 apart
         rows.append([factor, str(column.count(1)), str(column.count(-1)),
                      shown(on_loss, 4), chance(on_loss.p), shown(on_time, 3), chance(on_time.p)])
+        if on_loss.p >= CHANCE:
+            each = len(runs) / len(words)  # runs of a label, which has one seed more for each run more
+            required = enough(lambda n: Estimate(on_loss.value, on_loss.variance * each / n, (
+                n * (len(words) - by_seed) - len(factors) - (not by_seed))).p)
+            warnings.append(f"effect of {factor}, loss: p = {on_loss.p:.4f}; p < {CHANCE} would take {required} runs of"
+                            " each label with this mean and scatter")
         if rate:  # counted as independent of the effect, even if the set contains SHORT or LONG
             log = on_loss.times(1 / rate.value)
             rows[-1].append(shown(estimate(log.value, log, rate.times(log.value / rate.value)), 2, saved))
@@ -476,7 +490,7 @@ def report(groups, target, names=None) -> str:
         elif loss.sd == 0:
             warnings.append(f"{label}: equal losses (one seed?) say nothing about chance")
         elif target and loss.value < target and p >= RECORD_P:
-            required = next((n for n in range(2, 101) if loss.of(n).p_below(target) < RECORD_P), "over 100")
+            required = enough(lambda n: loss.of(n).p_below(target), RECORD_P)
             warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g}"
                             f" (p = {p:.4f}; p < {RECORD_P} would take {required} runs of this mean and sd)")
 
@@ -488,6 +502,11 @@ def report(groups, target, names=None) -> str:
         differences.append([f"{label} − {base}, {what}", shown(change, digits), chance(change.p)])
         if paired.n > 1:
             differences.append([f"  by seed, {paired.n} pairs", shown(paired, digits), chance(paired.p)])
+        best, kind = (paired, "pairs") if paired.n > 1 else (change, "runs of each")
+        if what == "loss" and best.p >= CHANCE:
+            required = enough(lambda n: paired.of(n).p if paired.n > 1 else welch(old.of(n), new.of(n)).p)
+            warnings.append(f"{label} − {base}, loss: p = {best.p:.4f}; p < {CHANCE} would take {required} {kind} with"
+                            " this mean and scatter")
 
     differing = [row for pair in pairs(groups) for row in changes(*pair)] if others else []
     if text := sorted({key for key, old, new in differing if key in TEXT and "–" not in (old, new)}):

@@ -289,7 +289,7 @@ def report_race(runs) -> str:
     compare.plot(ROOT / picture, groups, None)
     rows, ratios = [["seed", *(f"{label}, {what}" for label in groups for what in ("s", "loss")), "equal loss",
                      *(f"{label}, s to it" for label in groups), "ratio"]], []
-    for pair in zip(*([run for run in group if run.finished] for group in groups.values())):
+    for pair in compare.of_one_seed(*groups.values()):
         goal = max(run.loss for run in pair)
         base, ours = (compare.seconds_to(run, goal) for run in pair)
         ratios.append(ours / base)
