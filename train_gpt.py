@@ -599,25 +599,19 @@ def param_table(model: Model) -> tuple[Param, ...]:
                  if math.prod(param.shape))  # a parameter that no layer uses is empty
 
 
-def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
-
-    A frequency of less than one turn in the old window falls in proportion as the window grows. A frequency of 32 turns
-    or more stays. Between them the change is linear (arXiv 2309.00071). The scale multiplies q · k.
-    """
-    keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
-    return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
-
-
 def rotary_states(head_dim: int, windows, scale=0.1) -> list[tuple[np.ndarray, float]]:
-    """(frequencies of the head_dim / 4 rotating pairs, attention scale) for each of the windows, in their order.
+    """(rotary frequencies of the head_dim / 4 rotating pairs, in rad/token, fp64; factor of q · k) for each of the
+    windows (tokens). scale: the factor for the first window.
 
-    scale: the attention scale for the first window.
+    YaRN (arXiv 2309.00071): a frequency of less than one turn in the old window falls in proportion as the window
+    grows. A frequency of 32 turns or more stays. Between them the change is linear.
     """
-    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), scale
-    states = [state]
+    frequencies = (1 / 1024) ** np.linspace(0, 1, head_dim // 4)
+    states = [(frequencies, scale)]
     for old, new in zip(windows, windows[1:]):
-        states.append(states[-1] if old == new else yarn(*states[-1], old, new))
+        keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
+        frequencies, scale = frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
+        states.append((frequencies, scale))
     return states
 
 
@@ -645,14 +639,16 @@ def attention_settings(config, device, dtype) -> list[AttentionSettings]:
     stages = config.schedule.stages
     tokens = max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
     rows = 2 * 128 * -(-tokens // 128)  # evaluations pad a forward pass to a multiple of 128 tokens
-    states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
-    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), stage.short_window,
-                                  stage.long_window, scale, stage.max_doc_len)
-                for stage, (frequencies, scale) in zip(stages, states)]
+
+    def rotary(*windows_and_scale):
+        states = rotary_states(config.model.head_dim, *windows_and_scale)
+        return [(rotary_table(frequencies, rows, device, dtype), scale) for frequencies, scale in states]
+
+    whole, narrow = rotary([s.long_window for s in stages]), [()] * len(stages)
     if config.model.layers_with("narrow"):
-        states = rotary_states(config.model.head_dim, [s.short_window for s in stages], NARROW_SCALE)
-        settings = [each._replace(narrow_rotary=rotary_table(frequencies, rows, device, dtype),
-                                  narrow_scale=scale) for each, (frequencies, scale) in zip(settings, states)]
+        narrow = rotary([s.short_window for s in stages], NARROW_SCALE)
+    settings = [AttentionSettings(table, stage.short_window, stage.long_window, scale, stage.max_doc_len, *of_narrow)
+                for stage, (table, scale), of_narrow in zip(stages, whole, narrow)]
     return [*settings, settings[-1]._replace(long_window=config.schedule.final_window)]
 
 
@@ -695,8 +691,8 @@ class Factors:
         constants = dict(zip([(i, name) for name in rounded for i in layers], pieces))
         if config.backout_layer is not None:
             constants[len(layers), "backout"] = -model.backout_lambda
-        if model.with_xsa:
-            constants |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
+        if with_xsa := config.layers_with("xsa"):
+            constants |= zip([(i, "xsa") for i in with_xsa], model.xsa_lambdas.unbind(0))
         if sizes := config.mix_sizes:
             constants |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
         self.constants, dynamic = constants, {key for counts in networks.values() for key in counts}
@@ -823,15 +819,14 @@ class GPT(nn.Module):
     def __init__(self, config: Model, ops, dtype, device, ranks=1):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.settings, self.codes = param_table(config), {}  # codes: label -> WeightCodes, of what trains in FP8
-        fields = "attention", "value_embed", "skip_from", "xsa", "dynamic"
-        self.with_attention, self.with_values, self.with_skip, self.with_xsa, self.with_dynamic = map(
-            config.layers_with, fields)
-        for param in self.settings:
+        self.codes = {}  # label -> WeightCodes, of what trains in FP8
+        self.with_attention, self.with_values, self.with_skip = map(
+            config.layers_with, ("attention", "value_embed", "skip_from"))
+        for param in config.table:
             rows = -(-param.shape[0] // ranks) if param.optim == "rows" else param.shape[0]
             zeros = torch.zeros(rows, *param.shape[1:], dtype=param.dtype, device=device)
             self.register_parameter(param.label, nn.Parameter(zeros))
-        self.tables = {row.label: Table(self.get_parameter(row.label), ops) for row in self.settings
+        self.tables = {row.label: Table(self.get_parameter(row.label), ops) for row in config.table
                        if row.sparse or row.label == "embed"}
         if config.bigram_signs:  # the same in every run, whatever the seed
             bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
@@ -845,7 +840,7 @@ class GPT(nn.Module):
         the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         self.init_attention(generator)
-        for param in self.settings:
+        for param in self.config.table:
             tensor = self.get_parameter(param.label)
             if callable(param.init):
                 tensor.zero_()
@@ -896,14 +891,13 @@ class GPT(nn.Module):
             found.append((layers, label, torch.cat((qk, own), 1)))
         return found
 
-    def weights_of_layers(self) -> list[LayerWeights]:
-        """The weights of every layer, in the dtype of the activations.
+    def weights_of_layers(self, codes) -> list[LayerWeights]:
+        """The weights of every layer, in the dtype of the activations, and these FP8 codes.
 
         Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add a
         bank of zeros per layer (PR 233).
         """
         config, dtype, mix, count = self.config, self.dtype, self.ops.mix, len(self.config.layers)
-        codes = self.codes_now()
         of_qkv, of_out = (column.unbind(0) for column in self.sa_lambdas.unbind(1))
 
         def scaled(weights, layers, factors, in_codes=False):
@@ -948,34 +942,17 @@ class GPT(nn.Module):
                                layer.narrow, codes, stream.first if codes else None, xsa, documents[layer.paired])
         return F.linear(y.flatten(1), w.out)
 
-    def mlp(self, i, w: LayerWeights, stream: kernels.Mixed, grad_codes=None):
-        """Output of the MLP of layer i (N, D). grad_codes: as in `kernels.mix`."""
-        if mlps := self.codes_now().get("mlp_bank"):
-            return mlps(i, stream.normed, w.W1, w.W2, w.mlp_scales, stream.codes, grad_codes)
-        return self.ops.mlp(stream.normed, w.W1, w.W2)
-
-    def codes_now(self):
-        """`codes`, or none without gradients: only training is in FP8."""
-        return self.codes if torch.is_grad_enabled() else {}
-
-    def read(self, stream: kernels.Mixed, reader) -> kernels.Mixed:
-        """The stream with what the reader of its norm needs."""
-        return stream if stream.reader == reader else self.ops.mix([(None, stream.x)], reader)
-
-    def readers(self) -> tuple[kernels.Reader, kernels.Reader, kernels.Reader]:
-        """How attention, MLPs and head read a normed stream: in FP8 only in training."""
-        codes, scale = self.codes_now(), kernels.x8_scale(self.config.model_dim)
-        in_fp8 = codes.keys() & {label for _, label, _ in self.config.qk_banks}
-        return (kernels.Reader(scale, GATE_CHANNELS) if in_fp8 else kernels.Reader(),
-                kernels.Reader(scale) if "mlp_bank" in codes else kernels.Reader(),
-                kernels.Reader(kernels.X_SCALE if "lm_head" in codes else None, whole=True))
-
     def layers(self, embeddings, tokens, cu_seqlens, attn: AttentionSettings) -> Output:
         """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
-        by_attention, by_mlp, by_head = self.readers()
+        codes = self.codes if torch.is_grad_enabled() else {}  # only training is in FP8
+        mlps, x8_scale = codes.get("mlp_bank"), kernels.x8_scale(config.model_dim)
+        in_fp8 = codes.keys() & {label for _, label, _ in config.qk_banks}
+        by_attention = kernels.Reader(x8_scale, GATE_CHANNELS) if in_fp8 else kernels.Reader()
+        by_mlp = kernels.Reader(x8_scale if mlps else None)
+        by_head = kernels.Reader(kernels.X_SCALE if "lm_head" in codes else None, whole=True)
         documents = {paired: kernels.document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * len(e))
                      for paired in {False, *(layer.paired for layer in layers)}}
 
@@ -987,6 +964,10 @@ class GPT(nn.Module):
         first, lane0, lane1 = smeared.first, kernels.Mixed(smeared.normeds), None  # lane 1: where a layer has two lanes
         del embeddings, e, gate, before, smeared  # what has a name takes memory
 
+        def read(stream, reader):
+            """The stream with what the reader of its norm needs."""
+            return stream if stream.reader == reader else mix([(None, stream.x)], reader)
+
         def reader(i):
             """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong guess costs time: `read`
             then computes the norm again."""
@@ -997,16 +978,16 @@ class GPT(nn.Module):
 
         embedded = backout = before_mix = first_ve = None  # streams for mixtures and for the end
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
-        at_end = []  # the part of the last sum that a mixture has begun
+        dynamic, at_end = config.layers_with("dynamic"), []  # at_end: the part of the last sum, begun by a mixture
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         added = {}  # layer -> what it adds of x0 and of the n-grams
-        for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
+        for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers(codes))):
             trace_mark(f"layer {i}")
             ve = values.pop(i, None)
             if layer.dynamic:
                 factors.run_network(i, lane0.x)
             if layer.dynamic or i == 0:
-                end = min([j for j in self.with_dynamic if j > i], default=last + 1)
+                end = min([j for j in dynamic if j > i], default=last + 1)
                 places = [j for j in range(i, end) if layers[j].embeds]
                 rows = [[*factors[j, "x0"], *(factors[j, "bigram"] if j else [None])] for j in places]
                 if i == 0:  # lane 0 begins with n-grams, a sum before those of `places`
@@ -1024,7 +1005,7 @@ class GPT(nn.Module):
                 lane1 = lane0
             if layer.mix:
                 places = [factors[i, "mix"][:3], factors[i, "mix"][3:]]
-                if i >= max(self.with_dynamic, default=0):  # the factors of the end will not change
+                if i >= max(dynamic, default=0):  # the factors of the end will not change
                     places.append(factors[last + 1, "mix"][:3])
                 (embedded, backout, before_mix), (for_value, for_lane, *at_end) = mix.add_later(
                     [embedded, backout, lane0.x], places)
@@ -1037,7 +1018,7 @@ class GPT(nn.Module):
             # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
             resid_attn, resid_mlp = factors[i, "resid"]
             if layer.attention:
-                source = self.read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
+                source = read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
                 a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"][0] if layer.xsa else None,
                                    documents)
                 if lane1 is None:
@@ -1055,12 +1036,14 @@ class GPT(nn.Module):
 
             # With one lane, W2 contains the factor of the output of the MLP.
             next_reader = by_attention if i in input_sources else None if i + 1 in changing else reader(i + 1)
+            source = read(lane0 if lane1 is None else lane1, by_mlp)
+            grad_codes = mlps.new_grad_codes() if mlps and lane1 is None else None
+            m = (mlps(i, source.normed, w.W1, w.W2, w.mlp_scales, source.codes, grad_codes) if mlps
+                 else self.ops.mlp(source.normed, w.W1, w.W2))
+            del source
             if lane1 is None:
-                grad_codes = self.codes["mlp_bank"].new_grad_codes() if "mlp_bank" in self.codes else None
-                m = self.mlp(i, w, self.read(lane0, by_mlp), grad_codes)
                 lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, (), grad_codes)
             else:
-                m = self.mlp(i, w, self.read(lane1, by_mlp))
                 at = mix.add_later([m], [[factor] for factor in factors[i, "post"][2:]])[1]
                 lane0 = mix([(resid_mlp, lane0.x)], next_reader, [at[0]])
                 lane1 = mix([(resid_mlp, lane1.x)], None, [at[1]])
@@ -1137,16 +1120,13 @@ def update_numbers(config, plan) -> dict[str, float]:
     t, adam_lr = adam(optim.adam_every)  # of Replicated, which has vectors of all other numbers
     numbers = {"t": t, "table_t": adam(2)[0], "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
                "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
-    for row in param_table(config.model):
-        if row.optim == "normuon":
-            decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
-        elif row.optim != "replicated":
+    for row in (row for row in config.model.table if row.optim != "replicated"):
+        decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
+        if row.optim != "normuon":
             (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
             lr *= row.lr_mul
             numbers[f"{row.label} step_size"] = kernels.adam_step_size(lr, t, beta1, beta2)
             decay = lr * lr * optim.adam_wd * row.wd_mul
-        else:
-            continue
         numbers[f"{row.label} weight_decay"] = decay
         numbers[f"{row.label} average_rate"] = plan.average_rates.get(row.label, 0.0)
     return numbers
@@ -1158,14 +1138,16 @@ class Sharded:
     whole, grads: the memory behind the parameter and, in a list, behind its gradient, in the shape (n, R, C) for a bank
     of matrices (R, C), padded with zeros to a multiple of the number of ranks. part: this rank's part of `whole`. Of a
     table of `rows`, the parameter is the part, and there is no other memory. count: matrices or rows of all ranks.
-    state: of the part, "m" and "v" or, where single rows are updated, "v" and "last", the number of the last update of
-    every row; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with --slow_momentum "slow"; with
-    --average_blend "average".
+    touched: as of Table, where one rank updates single rows of a parameter and zeroes their gradients. state: of the
+    part, "m" and "v" or, where single rows are updated, "v" and "last", the number of the last update of every row; of
+    a bank also "mantissa", the lower 16 bits of its fp32 weights, and with --slow_momentum "slow"; with --average_blend
+    "average".
     """
 
     def __init__(self, row, param, table, config, rt, ops):
         self.row, self.table, self.optim, self.rt, self.ops = row, table, config.optim, rt, ops
-        self.count, self.part, self.grads, by_rows = row.shape[0], param.detach(), [], row.optim == "rows"
+        self.count, self.part, self.grads, self.touched = row.shape[0], param.detach(), [], None
+        by_rows = row.optim == "rows"
         if by_rows:
             table.few = kernels.FewRows(self.part, min(most_few_rows(config), len(param)))
         else:
@@ -1187,7 +1169,7 @@ class Sharded:
         elif by_rows or row.lazy and self.optim.lazy_tables:
             self.state = {"v": zeros(part[:, :1] if by_rows else part), "last": zeros(part[:, :1], torch.int32)}
             if not by_rows and rt.world == 1:  # several ranks, which all touch rows of a part, look at the gradient
-                table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
+                self.touched = table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
         else:
             self.state = {"m": zeros(part), "v": zeros(part)}
         if row.average and self.optim.average_blend:
@@ -1202,11 +1184,6 @@ class Sharded:
         """This rank's part of a tensor (count, ...), padded with zeros."""
         size = len(self.part)
         return self.padded(whole[self.rt.rank * size:(self.rt.rank + 1) * size], size)
-
-    @property
-    def touched(self) -> Tensor | None:
-        """`Table.touched`, where one rank updates single rows of a parameter, and zeroes their gradients."""
-        return self.table and self.table.touched
 
     def start_reduction(self):
         """Start averaging the gradient over the ranks. Returns (work to wait for or None, this rank's part)."""
@@ -1244,11 +1221,6 @@ class Sharded:
             ops.update_few_rows(*tensors, few.grad, few.place, few.rows, few.count, *rates)
         else:
             ops.update_rows(*tensors, (grad != 0).any(1) if self.touched is None else self.touched, grad, *rates)
-
-    def blend(self):
-        """Replace the last weights by their mixture with the averages (--average_blend)."""
-        blend_weights(self.part, self.state, self.optim.average_blend, lambda x: all_reduce(x, self.rt))
-        self.gather()
 
 
 class Replicated:
@@ -1302,9 +1274,8 @@ class NorMuonAndAdam:
 
     def __init__(self, model, config, rt, ops):
         self.params, self.tables, self.rt, self.ops = dict(model.named_parameters()), model.tables, rt, ops
-        rows = {row.label: row for row in param_table(config.model)}
-        if rows.keys() != self.params.keys():
-            differing = sorted(rows.keys() ^ self.params.keys())
+        rows = {row.label: row for row in config.model.table}
+        if differing := sorted(rows.keys() ^ self.params.keys()):
             raise UserError(f"param_table needs one row per parameter; differing: {', '.join(differing)}")
         self.copies = {row.tied_to: row.label for row in rows.values() if row.tied_to}  # parameter -> its copy
         self.sharded = {label: Sharded(row, self.params[label], self.tables.get(label), config, rt, ops)
@@ -1401,7 +1372,8 @@ class NorMuonAndAdam:
         afterwards."""
         for label, each in self.sharded.items():
             if "average" in each.state and not (plan.tied and each.row.tied_to):
-                each.blend()
+                blend_weights(each.part, each.state, each.optim.average_blend, lambda x: all_reduce(x, self.rt))
+                each.gather()
         for name in self.copies if plan.tied else ():
             self.follow(name)
 
@@ -1787,7 +1759,7 @@ class Trainer:
         """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
         begin as constants."""
         self.model.init_weights(self.config.system.seed)
-        for param in self.model.settings if self.rt.world > 1 else ():
+        for param in self.config.model.table if self.rt.world > 1 else ():
             if param.optim != "rows":
                 dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
 
