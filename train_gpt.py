@@ -17,7 +17,7 @@ each idea.
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
 Contents, top to bottom:
-    config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
+    config     Layer, Model, Stage, Schedule, Optim (data/run/config.py has Data, System); presets; --key=value
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     tables     Table: lookup, gradients and exchange of embeddings
     optimizer  Sharded, Replicated: state and updates; NorMuonAndAdam: the phases of a step
@@ -56,7 +56,8 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.config import Bounds, check_row, help_page, left_open, make_config, read_values
+from data.run.config import (
+    Bounds, Count, Data, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
@@ -72,8 +73,7 @@ if __name__ == "__main__":
 # ---- Config: edit a default, or set a knob with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) -----
 
 # The numbers that a knob takes. A knob of several numbers has a type for each.
-Whole, Count, Channels, Vocabulary = (
-    Annotated[int, Bounds(*ends)] for ends in ((0, 10**9), (1, 10**9), (16, 10**4), (2, 2**16)))
+Channels, Vocabulary = Annotated[int, Bounds(16, 10**4)], Annotated[int, Bounds(2, 2**16)]
 Part, Rate, Factor, Decay, Real = (Annotated[float, Bounds(0, high)] for high in (1, 10, 100, 10**4, 10**9))
 Rows = Annotated[float, Bounds(0, 2**31 - 1)]
 Memory = Annotated[float, Bounds(0, 1, below=True)]  # what an average keeps in a step
@@ -289,53 +289,9 @@ class Optim:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Files of tokens, and the size of a validation."""
-
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
-    val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
-    val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
-    tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
-
-
-@dataclass(frozen=True)
-class System:
-    """Machine, numerics and output of one run."""
-
-    run_label: str = "run"  # first part of the log's file name
-    device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
-    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
-    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
-    val_every: Whole = 250  # steps between validations (0: one at the end)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
-    fp8: bool = True  # FP8 training head, if the GPU has FP8
-    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
-    fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
-    cuda_graphs: bool = True  # replay each micro-step and each update as a CUDA graph; takes more memory
-    kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
-    log_dir: str = "logs"  # folder of the logs, relative to this folder
-    plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
-    profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
-    save: bool = False  # write a checkpoint at the end, into a folder beside the log
-    save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
-    keep: Count = 2  # number of checkpoints of a run to keep, the newest ones
-    resume: str = ""  # checkpoint to continue, with the settings stored in it
-    other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
-    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
-    sample_tokens: Whole = 0  # tokens of text to generate at the end
-    sample_prompt: str = ""  # beginning of this text
-
-    @property
-    def profiled(self) -> range:
-        """The steps to profile. Without --profile, an empty range from -1, which no step number equals."""
-        start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
-        return range(start, start + count)
-
-
-@dataclass(frozen=True)
 class Config:
-    """All knobs of a run; PRESETS holds values for common runs, and `parse_config` changes single knobs."""
+    """All knobs of a run: PRESETS holds values for common runs, and `parse_config` changes single knobs. The files of
+    tokens (Data) and the machine and output of a run (System) are in data/run/config.py."""
 
     model: Model = Model()
     schedule: Schedule = Schedule()
@@ -393,11 +349,9 @@ PRESETS = {
     # Adam lower (records/2026-11-25_length). The higher rates that narrow models have in short runs do not help it
     # (records/2026-11-25_size), nor do an update of the head in every step and twice the decay: it has steps enough
     # (records/2026-11-27_learning).
-    "single": Preset(sized="given", config=dataclasses.replace(
-        SHORT,
-        model=dataclasses.replace(SHORT.model, width_lr_power=0.0, layers=LONG_LAYERS),
-        schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
-        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, adam_every=2, muon_beta2=0.95, muon_wd=1.2))),
+    "single": Preset(sized="given", config=with_knobs(
+        SHORT, layers=LONG_LAYERS, width_lr_power=0.0, train_tokens=340e6, cooldown_frac=0.8, adam_lr=0.0085,
+        adam_every=2, muon_beta2=0.95, muon_wd=1.2)),
     "short": Preset(SHORT, sized="always"),  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
@@ -1671,8 +1625,7 @@ def validate(summed_loss, data, attn, rt) -> float:
 def add_gradients(loss, leaves):
     """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
 
-    leaves: all that the loss depends on. The backward pass of `GPT.lookup` adds to the tables itself, so their
-    gradients are None here; it runs only if the tables are among the leaves.
+    leaves: all that the loss depends on, the tables included, to which the backward pass of `GPT.lookup` adds itself.
     """
     groups = defaultdict(list)  # lists of (.grad, new gradient)
     for leaf, new in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)):

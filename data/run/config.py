@@ -16,11 +16,78 @@ import math
 import re
 import shlex
 from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from data import NGRAM_FACTORS
 from data.run.length import FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, momentum_steps, stage_starts
 from data.run.program import UserError
+
+
+# ---- Sections of knobs that no model depends on; train_gpt.py has the others ----------------------------------------
+
+class Bounds(NamedTuple):
+    """The numbers that a knob takes, from `low` to `high`; `below`: without `high` itself."""
+
+    low: float
+    high: float = 10**9
+    below: bool = False
+
+    def __contains__(self, value):
+        return self.low <= value <= self.high and not (self.below and value == self.high)
+
+    def __str__(self):
+        return f"from {self.low} to {'below ' * self.below}{self.high}"
+
+
+Whole, Count = Annotated[int, Bounds(0, 10**9)], Annotated[int, Bounds(1, 10**9)]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Files of tokens, and the size of a validation."""
+
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
+    val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
+    val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
+    tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
+
+
+@dataclass(frozen=True)
+class System:
+    """Machine, numerics and output of one run."""
+
+    run_label: str = "run"  # first part of the log's file name
+    device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
+    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
+    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
+    val_every: Whole = 250  # steps between validations (0: one at the end)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
+    fp8: bool = True  # FP8 training head, if the GPU has FP8
+    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
+    fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
+    cuda_graphs: bool = True  # replay each micro-step and each update as a CUDA graph; takes more memory
+    kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
+    log_dir: str = "logs"  # folder of the logs, relative to this folder
+    plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
+    profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
+    save: bool = False  # write a checkpoint at the end, into a folder beside the log
+    save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
+    keep: Count = 2  # number of checkpoints of a run to keep, the newest ones
+    resume: str = ""  # checkpoint to continue, with the settings stored in it
+    other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
+    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
+    sample_tokens: Whole = 0  # tokens of text to generate at the end
+    sample_prompt: str = ""  # beginning of this text
+
+    @property
+    def profiled(self) -> range:
+        """The steps to profile. Without --profile, an empty range from -1, which no step number equals."""
+        start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
+        return range(start, start + count)
+
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
 # A config is read several times, and each call takes .1 ms.
@@ -40,20 +107,6 @@ ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr and -
 
 
 # ---- Knobs: their names, types and texts -----------------------------------------------------------------------------
-
-class Bounds(NamedTuple):
-    """The numbers that a knob takes, from `low` to `high`; `below`: without `high` itself."""
-
-    low: float
-    high: float = 10**9
-    below: bool = False
-
-    def __contains__(self, value):
-        return self.low <= value <= self.high and not (self.below and value == self.high)
-
-    def __str__(self):
-        return f"from {self.low} to {'below ' * self.below}{self.high}"
-
 
 def knobs_of(config):
     """Yields (name, value, type) of each knob, with the fields of each layer after the layer."""
@@ -76,10 +129,10 @@ def flatten(config) -> dict:
 
 
 def with_knobs(config, **knobs):
-    """The config with other values for some fields of its sections."""
-    def changed(section):
-        return dataclasses.replace(section, **{key: knobs[key] for key in vars(section).keys() & knobs})
-    return dataclasses.replace(config, **{name: changed(section) for name, section in vars(config).items()})
+    """The config with other values for some fields of its sections. TypeError for a field that no section has."""
+    sections = {name: dataclasses.replace(section, **{key: knobs.pop(key) for key in vars(section).keys() & knobs})
+                for name, section in vars(config).items()}
+    return dataclasses.replace(config, **sections, **knobs)
 
 
 def demand(kind, value) -> str:
@@ -214,7 +267,8 @@ def with_values(config, values):
             dataclasses.replace(values.get(name := f"{key[:-1]}{i}", item), **{
                 field: values[f"{name}.{field}"] for field in vars(item) if f"{name}.{field}" in values})
             for i, item in enumerate(items, FIRST[key]))
-    changed = with_knobs(config, **values | fields)
+    plain = {key for section in vars(config).values() for key in vars(section)}
+    changed = with_knobs(config, **{key: value for key, value in (values | fields).items() if key in plain})
     if (depth := values.get("depth")) not in (None, changed.model.depth):
         raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
     known = {name for name, *_ in knobs_of(changed)} | {"depth"}
@@ -254,12 +308,13 @@ def config_from_dict(default, tree):
 
 def help_page(manual, presets, argv, source) -> str:
     """The manual, then all knobs with the values of the preset that `argv` names, or else of `record`: a line for each
-    with its name, its value (for stage<n> those of all stages), and its comment in `source`, the text of
+    with its name, its value (for stage<n> those of all stages), and its comment here or in `source`, the text of
     train_gpt.py."""
+    own = Path(__file__).read_text(encoding="utf-8").partition("# ---- Knobs:")[0]
     preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
     config, lines = presets[preset].config, {}
     comments = {"depth": "number of layers; another number makes them anew, by `wire`",
-                **dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))}
+                **dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0] + own, re.M))}
     for key, value in flatten(config).items():
         name = re.sub(r"^stage\d+", "stage<n>", key)
         if key == "layers":
