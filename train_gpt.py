@@ -36,7 +36,6 @@ import time
 
 started = time.perf_counter()  # the imports take seconds
 
-import dataclasses
 import functools
 import gc
 import hashlib
@@ -314,65 +313,57 @@ class Preset(NamedTuple):
 RECORD74 = Config()
 LAYERS = wire(11)
 LONG_LAYERS = wire(len(LAYERS), mix=False)  # mixtures pay in short runs only (records/2026-11-28_proven)
-MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS,
-              backout_layer=LAYERS[-1].input_from)
+# What `record`, `single` and `short` share, beside the settings of record 74.
+BASE = with_knobs(
+    RECORD74, mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS,
+    backout_layer=LAYERS[-1].input_from, split_stage=4, sampled_frac=0.93, adam_every=1, slow_momentum=0.56,
+    polar_steps=4, average_blend=0.5, fp8_mlp=True, fp8_qkv=True)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is. The settings come
 # from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
 # seconds of 2026-11-23. The table of n-grams has a million rows, or up to four million where the GPU has the memory
 # (`fit_memory`, records/2026-11-26_ngrams).
-SHORT = Config(
-    dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5), width_lr_power=0.5),
-    Schedule(
-        scheduled_steps=800, extension_steps=24, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.91),
-        muon_warmup=0.2, muon_cooldown=0.03, sampled_frac=0.93,
-        stages=(
-            Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
-            Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
-            Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
-            Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
-    Optim(adam_lr=0.0104, adam_every=1, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, muon_wd=2.4,
-          slow_momentum=0.56, polar_steps=4, average_blend=0.5),
-    # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
-    Data(val_batch_tokens=65536),
-    System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
+SHORT = with_knobs(
+    BASE, ngram_rows=(5e5, 5e5), width_lr_power=0.5, scheduled_steps=800, extension_steps=24, cooldown_frac=0.7,
+    muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, muon_wd=2.4, adam_lr=0.0104,
+    lazy_tables=True, table_beta2=0.98, micro_batches=0,
+    val_batch_tokens=65536,  # this cuts more documents than 262144, so the loss is a little higher (records/guide.md)
+    stages=(
+        Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
+        Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
+        Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
+        Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0)))
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    "record": Preset(gpus=8, config=Config(
-        dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6), layers=LONG_LAYERS),
-        Schedule(scheduled_steps=1270, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
-                 muon_warmup=0.2308, muon_cooldown=0.0385, sampled_frac=0.93),
-        Optim(adam_lr=0.0092, adam_every=1, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
-        system=System(fp8_mlp=True, fp8_qkv=True))),
+    "record": Preset(gpus=8, config=with_knobs(
+        BASE, layers=LONG_LAYERS, ngram_rows=(2e6, 2e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3,
+        muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0092)),
     # The best run for one GPU, of as many tokens as should reach 3.28; with these, a smaller model would not. On more
     # GPUs it has larger batches. Its second moments and its cool-down are longer than those of `short`, its rates of
     # Adam lower (records/2026-11-25_length). The higher rates that narrow models have in short runs do not help it
     # (records/2026-11-25_size), nor do an update of the head in every step and twice the decay: it has steps enough
     # (records/2026-11-27_learning).
     "single": Preset(sized="given", config=with_knobs(
-        SHORT, layers=LONG_LAYERS, width_lr_power=0.0, train_tokens=340e6, cooldown_frac=0.8, adam_lr=0.0085,
-        adam_every=2, muon_beta2=0.95, muon_wd=1.2)),
+        SHORT, layers=LONG_LAYERS, width_lr_power=0.0, train_tokens=340e6, cooldown_frac=0.8, muon_beta2=0.95,
+        muon_wd=1.2, adam_lr=0.0085, adam_every=2)),
     "short": Preset(SHORT, sized="always"),  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
     # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
     # tried. Rows for 6 and 8 bytes beside those for 2, 3 and 4 gain most of all.
-    "cpu": Preset(Config(
-        Model(vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
-              head_pairs=True, pointer=True, backout_layer=2, layers=wire(4, narrow=False)),
-        Schedule(
-            scheduled_steps=1704, extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7,
-            muon_momentum=(0.85, 0.88), muon_warmup=0.2, muon_cooldown=0.03,
-            stages=(
-                Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,), share=0.0))),
-        Optim(adam_lr=0.012, adam_every=1, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
-        Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
-             val_batch_tokens=8192),
-        System(device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
-               sample_tokens=200, sample_prompt="def "))),
+    "cpu": Preset(with_knobs(
+        RECORD74, vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
+        head_pairs=True, pointer=True, layers=wire(4, narrow=False), backout_layer=2, scheduled_steps=1704,
+        extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.88),
+        muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, adam_lr=0.012, adam_every=1, table_beta2=0.98,
+        average_blend=0.5, device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
+        train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
+        val_batch_tokens=8192, sample_tokens=200, sample_prompt="def ",
+        stages=(
+            Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
+            Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
+            Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
+            Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,), share=0.0)))),
 }
 
 

@@ -255,7 +255,7 @@ def read_values(argv, presets) -> dict:
 def with_values(config, values):
     """The config with other values for some knobs, {knob: value}. Raises UserError for the number of a stage or of a
     layer that the config does not have, and for a `depth` that differs from the number of layers."""
-    fields = {key: items for section in vars(config).values() for key, items in vars(section).items() if key in FIRST}
+    fields = {"layers": config.model.layers, "stages": config.schedule.stages}
     for key, items in fields.items():
         count, end = values.get(key, len(items)), int(key == "stages")
         if not 1 + end <= count <= 1000:
