@@ -570,13 +570,10 @@ def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
 class AttentionSettings(NamedTuple):
     """The part of the forward pass that changes between stages."""
 
-    rotary: Tensor  # (>= 2N, d / 4, 2)
+    rotary: dict[bool, tuple[Tensor, float]]  # whether a layer is narrow -> table (>= 2N, d / 4, 2), factor of q · k
     short_window: int
     long_window: int
-    scale: float
     pointer_window: int  # tokens that the pointer head looks back
-    narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
-    narrow_scale: float | None = None
 
 
 def attention_settings(config, device, dtype) -> list[AttentionSettings]:
@@ -584,16 +581,12 @@ def attention_settings(config, device, dtype) -> list[AttentionSettings]:
     stages = config.schedule.stages
     tokens = max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
     rows = 2 * 128 * -(-tokens // 128)  # evaluations pad a forward pass to a multiple of 128 tokens
-
-    def rotary(*windows_and_scale):
-        states = rotary_states(config.model.head_dim, *windows_and_scale)
-        return [(rotary_table(frequencies, rows, device, dtype), scale) for frequencies, scale in states]
-
-    whole, narrow = rotary([s.long_window for s in stages]), [()] * len(stages)
-    if config.model.layers_with("narrow"):
-        narrow = rotary([s.short_window for s in stages], NARROW_SCALE)
-    settings = [AttentionSettings(table, stage.short_window, stage.long_window, scale, stage.max_doc_len, *of_narrow)
-                for stage, (table, scale), of_narrow in zip(stages, whole, narrow)]
+    settings = [AttentionSettings({}, stage.short_window, stage.long_window, stage.max_doc_len) for stage in stages]
+    for narrow in {False, *(layer.narrow for layer in config.model.layers)}:
+        windows = [each.short_window if narrow else each.long_window for each in settings]
+        states = rotary_states(config.model.head_dim, windows, NARROW_SCALE if narrow else 0.1)
+        for each, (frequencies, scale) in zip(settings, states):
+            each.rotary[narrow] = rotary_table(frequencies, rows, device, dtype), scale
     return [*settings, settings[-1]._replace(long_window=config.schedule.final_window)]
 
 
@@ -620,7 +613,7 @@ class LayerWeights(NamedTuple):
     skip: tuple[Tensor, Tensor] | None = None  # 0-D lambda and gate (1, GATE_CHANNELS) of the skip
 
 
-class Factors:
+class Factors(dict):
     """factors[place, name]: a list of learned factors at a layer or the end, each a number, for xsa H numbers. From the
     first dynamic layer on, x0, bigram, mix and xsa have them for every token, as its network adds to them. resid: what
     a lane carries past attention and MLP; post: with two lanes, the output of attention in each, then the MLP's."""
@@ -641,10 +634,10 @@ class Factors:
         if sizes := config.mix_sizes:
             constants |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
         self.constants, dynamic = constants, {key for counts in networks.values() for key in counts}
-        self.factors = {key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic}
+        self.update({key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic})
         fixed = [key for key in constants if key[1] != "xsa" and key not in dynamic]
         numbers = iter(self.mix.unbind(torch.cat([constants[key] for key in fixed])))
-        self.factors |= {key: [*islice(numbers, len(constants[key]))] for key in fixed}
+        self.update({key: [*islice(numbers, len(constants[key]))] for key in fixed})
         self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
         if networks:
             rows = [sum(counts.values()) for counts in networks.values()]
@@ -658,10 +651,7 @@ class Factors:
         rows = torch.add(constants[:, None], W_out @ F.gelu(F.linear(stream, W_in)).mT, alpha=0.1)
         sizes = {key: [count] if key[1] == "xsa" else [1] * count for key, count in counts.items()}
         columns = iter(self.mix.columns(rows, sum(sizes.values(), [])))
-        self.factors.update((key, [*islice(columns, len(widths))]) for key, widths in sizes.items())
-
-    def __getitem__(self, key):
-        return self.factors[key]
+        self.update((key, [*islice(columns, len(widths))]) for key, widths in sizes.items())
 
 
 def steps_per_update(row, optim) -> int:
@@ -880,7 +870,7 @@ class GPT(nn.Module):
         """Output of the attention of layer i (N, D). ve (N, D) or None: value embeddings; xsa: the factors of the
         heads, or None; documents: {paired: document_of_tokens}."""
         layer, codes = self.config.layers[i], stream.codes
-        rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
+        rotary, scale = attn.rotary[layer.narrow]
         codes = codes and w.qkv_codes._replace(x8=codes[0], x8_t=codes[1])
         y = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
                                attn.long_window if layer.long else attn.short_window, scale, layer.paired, layer.long,

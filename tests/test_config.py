@@ -433,13 +433,14 @@ def test_views_of_the_stages():
     assert windows == [(128, 384, 896), (384, 896, 2048), (640, 1408, 2048), (768, 1664, 2048), (768, 2560, 2048)]
     states = oracle_states()
     for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):
-        assert view.scale == pytest.approx(scale, rel=1e-12)
-        assert view.rotary.shape == (4096, 32, 2)  # twice the longest row, for paired heads
+        table, factor = view.rotary[False]
+        assert factor == pytest.approx(scale, rel=1e-12)
+        assert table.shape == (4096, 32, 2)  # twice the longest row, for paired heads
         # The angle is an fp32 product of fp32 factors.
         angle = (np.arange(4096, dtype=np.float32)[:, None] * np.array(frequencies, np.float32)).astype(np.float64)
-        assert np.abs(view.rotary.numpy() - np.stack((np.cos(angle), np.sin(angle)), -1)).max() < 2e-7
+        assert np.abs(table.numpy() - np.stack((np.cos(angle), np.sin(angle)), -1)).max() < 2e-7
     rounded = T.attention_settings(small_record(), CPU, BF16)[1]  # last
-    assert torch.equal(views[1].rotary.bfloat16(), rounded.rotary)
+    assert torch.equal(views[1].rotary[False][0].bfloat16(), rounded.rotary[False][0])
 
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
