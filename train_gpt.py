@@ -115,11 +115,8 @@ RECORD74_LAYERS = (
 
 
 def wire(depth, narrow=True, paired=True, mix=True) -> tuple[Layer, ...]:
-    """The layers of a model of `depth` layers, 3 or more.
-
-    The rules were read off 11 layers, for which records/2026-11-22_model and, for narrow layers,
-    records/2026-11-23_attention have the gain of each idea.
-    """
+    """The layers of a model of `depth` layers, 3 or more. The rules were read off 11 layers, for which
+    records/2026-11-22_model and, for narrow layers, records/2026-11-23_attention have the gain of each idea."""
     last = depth - 1
     middle = min((depth + 1) // 2, depth - 2)  # has no attention; the stream of `source` bridges the gap
     source = middle // 2  # looks far, so the skip carries what it saw
@@ -185,11 +182,9 @@ class Model:
 
     @property
     def qk_banks(self) -> list[tuple[list[int], str, tuple[int, ...]]]:
-        """[(layers, bank, shape of its part of a layer)] for the layers with whole and for those with narrow heads.
-
-        The shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one if the number of
-        heads is odd; else it has all heads.
-        """
+        """[(layers, bank, shape of its part of a layer)] for the layers with whole and for those with narrow heads. The
+        shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one if the number of
+        heads is odd; else it has all heads."""
         banks, heads = [], 2 - self.num_heads % 2 if self.head_pairs else self.num_heads
         for label, narrow in ("qk_bank", False), ("narrow_qk_bank", True):
             layers = [i for i in self.layers_with("attention") if self.layers[i].narrow == narrow]
@@ -199,10 +194,9 @@ class Model:
 
     @property
     def mix_sizes(self) -> dict[int, int]:
-        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end.
-
-        In the layer: of the embedding, the backout stream and lane 0, for the value embedding and for lane 0. At the
-        end: of these three, the first value embedding and the sources of skips."""
+        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end. In the layer:
+        of the embedding, the backout stream and lane 0, for the value embedding and for lane 0. At the end: of these
+        three, the first value embedding and the sources of skips."""
         sources = {layer.skip_from for layer in self.layers} - {None}
         return {place: size for i in self.layers_with("mix")
                 for place, size in ((i, 6), (len(self.layers), 4 + len(sources)))}
@@ -304,9 +298,8 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # Whether data/run/length.py chooses the size of the model. "never": the preset keeps its size. "given": if
-    # --minutes or --train_tokens gives a length. "always": also at the preset's own length. A size that the rule does
-    # not know stays.
+    # When data/run/length.py chooses the size of the model: if --minutes or --train_tokens gives a length ("given"), or
+    # also at the preset's own length ("always"). A size that the rule does not know stays.
     sized: Literal["never", "given", "always"] = "never"
 
 
@@ -369,9 +362,7 @@ PRESETS = {
 
 def parse_config(argv, world=1, gpu=None) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument.
-
-    gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
-    """
+    gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet)."""
     return make_config(read_values(argv, PRESETS), world, PRESETS, gpu)
 
 
@@ -480,14 +471,12 @@ def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
-    Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_attention`); the MLP's W2 begins at zero (muP-like).
+    Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_weights`); the MLP's W2 begins at zero (muP-like).
     A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher rates of Adam (muP,
-    arXiv 2203.03466, has such a rule with other powers).
-    """
-    D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
-    fields = "attention", "value_embed", "skip_from", "xsa"
-    with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
-    dynamic, with_lanes = model.dynamic_sizes, model.layers_with("two_lanes")
+    arXiv 2203.03466, has such a rule with other powers)."""
+    D, H, V, layers, dynamic = model.model_dim, model.num_heads, model.padded_vocab, model.layers, model.dynamic_sizes
+    with_attention, with_values, with_skip, with_xsa, with_lanes = map(
+        model.layers_with, ("attention", "value_embed", "skip_from", "xsa", "two_lanes"))
     narrow_lr = (768 / D) ** model.width_lr_power
     ngram_shape = sum(rows for _, rows in model.ngrams), D
 
@@ -546,11 +535,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
 
 def rotary_states(head_dim: int, windows, scale=0.1) -> list[tuple[np.ndarray, float]]:
     """(rotary frequencies of the head_dim / 4 rotating pairs, in rad/token, fp64; factor of q · k) for each of the
-    windows (tokens). scale: the factor for the first window.
-
-    YaRN (arXiv 2309.00071): a frequency of less than one turn in the old window falls in proportion as the window
-    grows. A frequency of 32 turns or more stays. Between them the change is linear.
-    """
+    windows (tokens). scale: the factor for the first window. YaRN (arXiv 2309.00071): a frequency of less than one turn
+    in the old window falls in proportion as the window grows. A frequency of 32 turns or more stays. Between them the
+    change is linear."""
     frequencies = (1 / 1024) ** np.linspace(0, 1, head_dim // 4)
     states = [(frequencies, scale)]
     for old, new in zip(windows, windows[1:]):
@@ -678,8 +665,7 @@ class Table:
     into `few` (FewRows). touched (R,) bool, of a lazy table: the rows with a gradient, at least. With several ranks,
     each has a part of a table of `rows`; `local` (most, D) then has the rows of the micro-batch, in the order of
     `Exchange.takes`. All ranks must call `start`, `fetch` and `send_gradients` in the same order. PR 360 (devenpzak)
-    fetches its rows a step ahead.
-    """
+    fetches its rows a step ahead."""
 
     def __init__(self, parameter, ops):
         self.parameter, self.ops = parameter, ops
@@ -688,9 +674,8 @@ class Table:
 
     def lookup(self, count, ids, *n_grams):
         """kernels.lookup of the table, or of the rows that have come."""
-        if self.local is not None:
-            return kernels.lookup(self.local, count, ids, self.ops, None, None, *n_grams)
-        return kernels.lookup(self.parameter, count, ids, self.ops, self.touched, self.few, *n_grams)
+        table, few = (self.parameter, self.few) if self.local is None else (self.local, None)
+        return kernels.lookup(table, count, ids, self.ops, self.touched, few, *n_grams)
 
     def share(self, most, rt):
         """Begin to exchange rows with the other ranks, at most `most` for a micro-batch."""
@@ -746,10 +731,8 @@ def sign_rows(ids, orders):
 
 
 class GPT(nn.Module):
-    """The parameters of `param_table` and a flat forward pass.
-
-    ranks: number of ranks that share the table of n-grams; each has the same number of its rows.
-    """
+    """The parameters of `param_table` and a flat forward pass. ranks: number of ranks that share the table of n-grams;
+    each has the same number of its rows."""
 
     def __init__(self, config: Model, ops, dtype, device, ranks=1):
         super().__init__()
@@ -774,19 +757,8 @@ class GPT(nn.Module):
         """Draw the weights of attention first, then the others in the order of `param_table`. The embedding begins as
         the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
-        self.init_attention(generator)
-        for param in self.config.table:
-            tensor = self.get_parameter(param.label)
-            if callable(param.init):
-                tensor.zero_()
-                param.init(tensor, generator)
-            elif param.optim != "normuon":
-                tensor.fill_(param.init)
-        self.embed.copy_(self.lm_head.t())
-
-    def init_attention(self, generator):
-        """Record 74 draws Q, K, V and O of a layer as four matrices (D, D). A narrow head takes the first half of its
-        rows of Q and K."""
+        # Record 74 draws Q, K, V and O of a layer as four matrices (D, D). A narrow head takes the first half of its
+        # rows of Q and K.
         H, d, D = self.config.num_heads, self.config.head_dim, self.config.model_dim
         drawn = torch.empty(len(self.with_attention), 4, H, d, D, device=self.embed.device)
         uniform(drawn, generator)
@@ -795,6 +767,14 @@ class GPT(nn.Module):
             qk, bank = drawn[[self.with_attention.index(i) for i in layers], :2], self.get_parameter(label)
             width = d // (1 + self.config.layers[layers[0]].narrow)
             bank.copy_(qk[..., :width, :].reshape(bank.shape))
+        for param in self.config.table:
+            tensor = self.get_parameter(param.label)
+            if callable(param.init):
+                tensor.zero_()
+                param.init(tensor, generator)
+            elif param.optim != "normuon":
+                tensor.fill_(param.init)
+        self.embed.copy_(self.lm_head.t())
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch."""
@@ -815,10 +795,8 @@ class GPT(nn.Module):
 
     def projections(self, vs, banks=None) -> list[tuple[list[int], str, Tensor]]:
         """[(layers, label of their bank, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of
-        the heads of q and k, or for some of config.qk_banks.
-
-        vs: the matrices V of the layers with attention (layers, D, D).
-        """
+        the heads of q and k, or for some of config.qk_banks. vs: the matrices V of the layers with attention (layers,
+        D, D)."""
         found, by_layer = [], dict(zip(self.with_attention, vs.unbind(0)))
         for layers, label, _ in banks or self.config.qk_banks:
             qk = self.get_parameter(label).to(vs.dtype).flatten(1, 3)
@@ -827,11 +805,9 @@ class GPT(nn.Module):
         return found
 
     def weights_of_layers(self, codes) -> list[LayerWeights]:
-        """The weights of every layer, in the dtype of the activations, and these FP8 codes.
-
-        Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add a
-        bank of zeros per layer (PR 233).
-        """
+        """The weights of every layer, in the dtype of the activations, and these FP8 codes. Each bank is unbound once,
+        so that its gradient is one torch.stack. Indexing the bank in each layer would add a bank of zeros per layer
+        (PR 233)."""
         config, dtype, mix, count = self.config, self.dtype, self.ops.mix, len(self.config.layers)
         of_qkv, of_out = (column.unbind(0) for column in self.sa_lambdas.unbind(1))
 
@@ -1019,9 +995,7 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
     """Replace the last weights p by a mixture of them and their average, whose part is `factor`, from 0 to 1.
 
     The parameter as a whole keeps its norm: an average has a smaller norm, because noise cancels, so the mixture is
-    scaled back (PR 349). state: the optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds
-    up a tensor in place.
-    """
+    scaled back (PR 349). state: the optimizer state of p, a rank's part. sum_over_ranks: adds up a tensor in place."""
     tensors = [p, state["average"], *([state["mantissa"]] if "mantissa" in state else [])]
 
     def parts():
@@ -1076,8 +1050,7 @@ class Sharded:
     touched: as of Table, where one rank updates single rows of a parameter and zeroes their gradients. state: of the
     part, "m" and "v" or, where single rows are updated, "v" and "last", the number of the last update of every row; of
     a bank also "mantissa", the lower 16 bits of its fp32 weights, and with --slow_momentum "slow"; with --average_blend
-    "average".
-    """
+    "average"."""
 
     def __init__(self, row, param, table, config, rt, ops):
         self.row, self.table, self.optim, self.rt, self.ops = row, table, config.optim, rt, ops
@@ -1127,10 +1100,6 @@ class Sharded:
         part = torch.empty_like(self.part)
         return reduce_scatter(part, self.grads[0], op=dist.ReduceOp.AVG, async_op=True), part
 
-    def gather(self, async_op=False):
-        """Bring the parts of all ranks into the parameter of each."""
-        return all_gather(self.whole, self.part, async_op=async_op) if self.rt.world > 1 else None
-
     def update(self, grad, numbers, moves_average):
         """Update the part. grad: of the part; of a table of `rows` None. moves_average: whether "average" moves."""
         label, state, ops, optim = self.row.label, self.state, self.ops, self.optim
@@ -1160,10 +1129,8 @@ class Sharded:
 
 class Replicated:
     """The replicated parameters in one vector per dtype, so that few kernels and one reduction serve all of them.
-
     rows: of param_table; params {label: parameter}, whose weights and gradients move into the vectors. state: label ->
-    {"m", "v"}.
-    """
+    {"m", "v"}."""
 
     row, touched = Param("replicated", (), "replicated"), None
 
@@ -1202,10 +1169,8 @@ class Replicated:
 
 
 class NorMuonAndAdam:
-    """The updates of all parameters, in three phases; `param_table` has the settings of each.
-
-    An explicit order replaces gradient hooks: Chris McCormick (PR 200).
-    """
+    """The updates of all parameters, in three phases; `param_table` has the settings of each. The order is explicit;
+    it replaces gradient hooks (PR 200, Chris McCormick)."""
 
     def __init__(self, model, config, rt, ops):
         self.params, self.tables, self.rt, self.ops = dict(model.named_parameters()), model.tables, rt, ops
@@ -1226,11 +1191,9 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def step_rows(self, plan, numbers):
-        """The update of the tables of `rows`, where all ranks then find the rows of their next micro-batch.
-
-        No CUDA graph can hold that exchange, since the number of rows changes from batch to batch. Nor can a graph hold
-        the plain update, whose host reads the number of rows from the GPU.
-        """
+        """The update of the tables of `rows`, where all ranks then find the rows of their next micro-batch. No CUDA
+        graph can hold that exchange, since the number of rows changes from batch to batch, nor the plain update, whose
+        host reads the number of rows from the GPU."""
         for label in self.of_rows if plan.tables else ():
             with trace_range(f"update {label}"):
                 self.sharded[label].update(None, numbers, False)
@@ -1238,10 +1201,8 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def step(self, plan, numbers):
         """Update the other parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their
-        gradients. Call it after `step_rows`.
-
-        numbers: `update_numbers` of the step; its values may be 0-D tensors on the GPU.
-        """
+        gradients. Call it after `step_rows`. numbers: `update_numbers` of the step; its values may be 0-D tensors on
+        the GPU."""
         copies = self.copies if plan.tied else {}
         reduced, updated = (
             {each.row.label: each for each in order if plan.updates(each.row) and each.row.label not in copies.values()}
@@ -1266,7 +1227,7 @@ class NorMuonAndAdam:
                 each.update(grad, numbers, name in plan.average_rates)
             if self.rt.world > 1 and name in self.sharded:
                 with trace_range(f"gather {name}"):
-                    gathers[name] = each.gather(async_op=True)
+                    gathers[name] = all_gather(each.whole, each.part, async_op=True)
 
         # Phase 3: wait for the gathers. While head and embedding are tied, the new head's transpose becomes the
         # embedding.
@@ -1308,7 +1269,8 @@ class NorMuonAndAdam:
         for label, each in self.sharded.items():
             if "average" in each.state and not (plan.tied and each.row.tied_to):
                 blend_weights(each.part, each.state, each.optim.average_blend, lambda x: all_reduce(x, self.rt))
-                each.gather()
+                if self.rt.world > 1:
+                    all_gather(each.whole, each.part)
         for name in self.copies if plan.tied else ():
             self.follow(name)
 
@@ -1370,10 +1332,8 @@ SLOW_PERIOD, SLOW_START = 0.042, 0.43
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
-    """The settings of a step, which depend only on the config and the step.
-
-    The step after the last one has a plan, too, for the last validation.
-    """
+    """The settings of a step, which depend only on the config and the step. The step after the last one has a plan,
+    too, for the last validation."""
     schedule = config.schedule
     *starts, total = stage_starts(schedule)
     index = bisect_right(starts, step) - 1
@@ -1408,10 +1368,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
 # ---- A run, from the arguments to the results ------------------------------------------------------------------------
 
 def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
-    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one.
-
-    knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
-    """
+    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one. knobs: {name: text},
+    overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs."""
     state = load_checkpoint(path)
     config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
     check_weights(state, config.model)
@@ -1594,9 +1552,7 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
 
 def validate(summed_loss, data, attn, rt) -> float:
     """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none.
-
-    summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D.
-    """
+    summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D."""
     losses = [summed_loss(batch, attn) for batch in data][:data.pieces]  # a repeated piece does not count
     total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
@@ -1604,10 +1560,8 @@ def validate(summed_loss, data, attn, rt) -> float:
 
 
 def add_gradients(loss, leaves):
-    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
-
-    leaves: all that the loss depends on, the tables included, to which the backward pass of `GPT.lookup` adds itself.
-    """
+    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each. leaves:
+    all that the loss depends on, the tables included, to which the backward pass of `GPT.lookup` adds itself."""
     groups = defaultdict(list)  # lists of (.grad, new gradient)
     for leaf, new in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)):
         if new is not None:  # a list of several dtypes, or with unequal strides in a pair, takes a kernel for each pair
@@ -1617,12 +1571,9 @@ def add_gradients(loss, leaves):
 
 
 class Trainer:
-    """Model, optimizer, data and schedule of one run; `run` is the timed loop.
-
-    sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with; profiler: class Profiler; shards: `run_shards` at the start; stop: the Stop of
-    `watch_signals`.
-    """
+    """Model, optimizer, data and schedule of one run; `run` is the timed loop. sources {path: text}: the code, for
+    checkpoints; resumed: the checkpoint to continue from; initial: the one whose weights a new run begins with;
+    profiler: class Profiler; shards: `run_shards` at the start; stop: the Stop of `watch_signals`."""
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
                  shards=None, stop=None):
@@ -1814,10 +1765,8 @@ class Trainer:
 
     def step(self, loader, plan, micro_steps, eager=False):
         """All micro-batches of a step, then the optimizer. Returns the mean loss of the next tokens, 0-D: before the
-        update, of this rank, over the classes of the step.
-
-        eager: launch the kernels of the first micro-batch and of the update one by one.
-        """
+        update, of this rank, over the classes of the step. eager: launch the kernels of the first micro-batch and of
+        the update one by one."""
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         self.head.next_loss.zero_()
         with trace_range(f"step {plan.step}"):
