@@ -1560,8 +1560,8 @@ def validate(summed_loss, data, attn, rt) -> float:
 
 
 def add_gradients(loss, leaves):
-    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each. leaves:
-    all that the loss depends on, the tables included, to which the backward pass of `GPT.lookup` adds itself."""
+    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each. The
+    leaves are all that the loss depends on, also the tables, to which the backward pass of `GPT.lookup` adds itself."""
     groups = defaultdict(list)  # lists of (.grad, new gradient)
     for leaf, new in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)):
         if new is not None:  # a list of several dtypes, or with unequal strides in a pair, takes a kernel for each pair

@@ -503,16 +503,15 @@ def faults(config, world, first_step):
     yield behind is not None and behind >= len(layers), "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
     yield not model.layers_with("attention"), "", "all layers are without attention: at least one needs it"
     for i, layer in enumerate(layers):
-        earlier, name, attends = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}", layer.attention
-        yield (not attends and (layer.paired or layer.long or layer.value_embed), name,
-               "paired, long and value_embed need attention, which this layer lacks")
-        yield layer.skip_from is not None and layer.skip_from >= i, f"{name}.skip_from", earlier
-        yield (layer.input_from is not None and (layer.input_from >= i or not attends), f"{name}.input_from",
-               f"{earlier}, in a layer with attention")
-        yield (layer.narrow and (layer.long or not attends), f"{name}.narrow",
-               "only for a layer with attention that is not long")
-        yield (layer.xsa and (layer.paired or not attends), f"{name}.xsa",
-               "only for a layer with attention that is not paired")
+        name = f"layer{i}"
+        for field in "skip_from", "input_from":
+            source = getattr(layer, field)
+            yield (source is not None and source >= i, f"{name}.{field}",
+                   f"must be an earlier layer, 0 to {i - 1}, or none")
+        for field in () if layer.attention else ("paired", "narrow", "long", "value_embed", "input_from", "xsa"):
+            yield i in model.layers_with(field), f"{name}.{field}", "only for a layer with attention"
+        yield layer.narrow and layer.long, f"{name}.narrow", "only for a layer that is not long"
+        yield layer.xsa and layer.paired, f"{name}.xsa", "only for a layer that is not paired"
         yield (layer.mix and not (layer.value_embed and behind is not None and behind < i
                                   and model.layers_with("mix") == [i]),
                f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer")
@@ -561,23 +560,20 @@ def faults(config, world, first_step):
 
 
 def check_row(row, labels):
-    """Raises UserError for a row of `param_table` that no optimizer can serve, or with a setting that its optimizer
-    does not read. labels: those of all rows."""
-    is_muon, shape, betas = row.optim == "normuon", row.shape if isinstance(row.shape, tuple) else (), row.betas
-    is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
-    are_betas = isinstance(betas, tuple) and len(betas) == 2 and all(
-        0 <= beta < 1 for beta in betas[:1 if betas[1] is None else 2])
+    """Raises UserError for a row of `param_table` that would train in silence in another way than it says. labels:
+    those of all rows."""
+    is_muon, betas = row.optim == "normuon", row.betas or ()
     unread, read = (("betas", "lr_mul", "wd_mul"), "matrix_lr") if is_muon else (("matrix_lr",), "lr_mul")
-    for ok, problem in (
-            (labels.count(row.label) == 1, "another row has this name"),
-            (row.optim in ("normuon", "adam", "rows", "replicated"), "must be normuon, adam, rows or replicated"),
-            (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
-            (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
-            (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
-            *((getattr(row, field) == row._field_defaults[field], f"does not read {field}; its factor is {read}")
-              for field in unread),
-            (not is_muon or len(shape) > 2, "needs a shape of three numbers or more"),
-            (math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
-             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}")):
-        if not ok:
+    problems = {
+        "another row has this name": labels.count(row.label) > 1,
+        "must be normuon, adam, rows or replicated": row.optim not in ("normuon", "adam", "rows", "replicated"),
+        f"tied_to={row.tied_to!r}: there is no such row": row.tied_to not in ("", *labels),
+        f"betas={row.betas}: must be two numbers from 0 to below 1, the second one or None":
+            not is_muon and (len(betas) != 2 or not all(0 <= (beta or 0) < 1 for beta in betas)),
+        f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}":
+            math.prod(row.shape[:-2]) % len(row.matrix_lr),
+        **{f"does not read {field}; its factor is {read}": getattr(row, field) != row._field_defaults[field]
+           for field in unread}}
+    for problem, is_there in problems.items():
+        if is_there:
             raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")
