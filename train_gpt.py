@@ -480,11 +480,6 @@ def param_table(model: Model) -> tuple[Param, ...]:
     narrow_lr = (768 / D) ** model.width_lr_power
     ngram_shape = sum(rows for _, rows in model.ngrams), D
 
-    def fill_post(p, generator):
-        p.fill_(1.0)
-        if with_lanes:
-            p[with_lanes[0]:, 0, 1] *= 1.5  # the attention output enters lane 1
-
     table = [
         *(Param(label, (len(numbers), *shape), "normuon", average=0.12, codes=("fp8_qkv", 2.0))
           for numbers, label, shape in model.qk_banks),
@@ -515,8 +510,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
         lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
         lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
-        # (attention, MLP) x (lane 0, lane 1); with one lane only that of the MLP
-        lambdas("post_lambdas", (len(layers), *((2, 2) if with_lanes else (1,))), fill_post, 0.95, 1.0),
+        # (attention, MLP) x (lane 0, lane 1); with one lane only that of the MLP. Attention enters lane 1 times 1.5.
+        lambdas("post_lambdas", (len(layers), 2, 2), lambda p, _: p.fill_(1.0)[with_lanes[0]:, 0, 1].mul_(1.5), 0.95,
+                1.0) if with_lanes else lambdas("post_lambdas", (len(layers), 1), 1.0, 0.95, 1.0),
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
@@ -609,8 +605,7 @@ class Factors(dict):
         config, dtype, self.mix = model.config, model.dtype, model.ops.mix
         networks, layers = config.dynamic_sizes, range(len(config.layers))
         rounded = dict(x0=model.x0_lambdas, bigram=model.bigram_lambdas, resid=model.resid_lambdas)  # K6
-        if config.layers_with("two_lanes"):
-            rounded["post"] = model.post_lambdas
+        rounded |= {"post": model.post_lambdas} if config.layers_with("two_lanes") else {}
         pieces = torch.cat([x.flatten() for x in rounded.values()]).bfloat16().float().split(
             [x[i].numel() for x in rounded.values() for i in layers])
         constants = dict(zip([(i, name) for name in rounded for i in layers], pieces))
@@ -1104,7 +1099,7 @@ class Sharded:
         """Update the part. grad: of the part; of a table of `rows` None. moves_average: whether "average" moves."""
         label, state, ops, optim = self.row.label, self.state, self.ops, self.optim
         average, rate = state["average"] if moves_average else None, numbers[f"{label} average_rate"]
-        decay = numbers[f"{label} weight_decay"]
+        decay, step_size = numbers[f"{label} weight_decay"], numbers.get(f"{label} step_size")  # the latter of Adam
         if self.row.optim == "normuon":
             X, scale = ops.fused_momentum(
                 grad, state["m"], numbers["momentum"], kernels.POLAR_SAFETY, state.get("slow"),
@@ -1112,19 +1107,16 @@ class Sharded:
             y = kernels.polar_express(X, scale, ops, optim.polar_steps)
             ops.normuon_update(self.part.view(torch.int16), state["mantissa"], state["v"], y, numbers["muon_lr"],
                                self.matrix_lr, decay, optim.muon_beta2, average, rate)
-            return
-        step_size, (beta1, beta2) = numbers[f"{label} step_size"], adam_betas(self.row, optim)
-        if "last" not in state:
-            ops.adam_update(self.part, state["m"], state["v"], grad, step_size, decay, beta1, beta2, optim.adam_eps,
-                            average, rate)
-            return
-        # Adam of the rows with a gradient, which becomes zero.
-        tensors = self.part, state["v"], state["last"]
-        rates = numbers["table_t"], step_size, decay, beta2, optim.adam_eps
-        if few := self.table.few:
-            ops.update_few_rows(*tensors, few.grad, few.place, few.rows, few.count, *rates)
-        else:
-            ops.update_rows(*tensors, (grad != 0).any(1) if self.touched is None else self.touched, grad, *rates)
+        elif "last" not in state:
+            ops.adam_update(self.part, state["m"], state["v"], grad, step_size, decay, *adam_betas(self.row, optim),
+                            optim.adam_eps, average, rate)
+        else:  # Adam of the rows with a gradient, which becomes zero
+            tensors = self.part, state["v"], state["last"]
+            rates = numbers["table_t"], step_size, decay, adam_betas(self.row, optim)[1], optim.adam_eps
+            if few := self.table.few:
+                ops.update_few_rows(*tensors, few.grad, few.place, few.rows, few.count, *rates)
+            else:
+                ops.update_rows(*tensors, (grad != 0).any(1) if self.touched is None else self.touched, grad, *rates)
 
 
 class Replicated:
@@ -1587,7 +1579,6 @@ class Trainer:
         self.micro_steps = config.system.micro_batches // rt.world
         # Not yet logged: (step, event after the copies, on the host the loss and the signal to any rank, seconds)
         self.losses = deque()
-
         self.hash_ids = None
         if config.model.bigram_normal:
             self.hash_ids = ((resumed or initial)["model"]["hash_ids"].numpy() if resumed or initial else
@@ -1659,8 +1650,7 @@ class Trainer:
         return summed_loss(self.model, self.head, batch, attn)
 
     def log_losses(self, keep):
-        """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
-        `keep` steps, so the host does not wait for their losses."""
+        """Log all steps but the last `keep`, which the GPU may still compute. NotFinite for such a training loss."""
         while len(self.losses) > keep:
             step, copied, loss, signal, seconds = self.losses.popleft()
             if copied is not None:
@@ -1671,8 +1661,8 @@ class Trainer:
             self.agreed = self.agreed or int(signal)
 
     def require_sound_shards(self):
-        """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
-        checks that have ended since the last call, which only rank 0 has."""
+        """Raise the UserError of a bad shard that the run will read, and warn about others, by the checks that have
+        ended since the last call; only rank 0 has checks."""
         while self.unchecked and self.unchecked[0].done():
             if error := self.unchecked.popleft().result():
                 self.loader.rehearse()
