@@ -870,9 +870,9 @@ class GPT(nn.Module):
         first, lane0, lane1 = smeared.first, kernels.Mixed(smeared.normeds), None  # lane 1: where a layer has two lanes
         del embeddings, e, gate, before, smeared  # what has a name takes memory
 
-        def read(stream, reader):
-            """The stream with what the reader of its norm needs."""
-            return stream if stream.reader == reader else mix([(None, stream.x)], reader)
+        def read(stream, by):
+            """The stream with what this reader of its norm needs."""
+            return stream if stream.reader == by else mix([(None, stream.x)], by)
 
         def reader(i):
             """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong guess costs time: `read`
