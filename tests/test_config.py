@@ -159,7 +159,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--vocab_size=50256": "--vocab_size=50256: --bigram_normal needs .* add --bigram_normal=false",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
-    "--stages=2": "--split_stage=4: there are 2 stages, so it must be 1 to 2",
+    "--stages=2": "--split_stage=4: must be one of the stages, 1 to 2",
     "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
     "--val_tokens=1000": "--val_tokens=1000 --val_batch_tokens=262144: the first must be a multiple of the second",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
@@ -196,7 +196,7 @@ def test_a_resumed_run_profiles_later_steps(monkeypatch):
     state = {"step": 30, "config": dataclasses.asdict(T.PRESETS["cpu"].config)}
     monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: state)
     assert T.parse_config(["--resume=x", "--profile=30:2"]).system.profiled == range(30, 32)
-    with pytest.raises(UserError, match="^--profile=29:2: the resumed run starts at step 30; profile later steps$"):
+    with pytest.raises(UserError, match="^--profile=29:2: the run has steps 30 to 1759$"):
         T.parse_config(["--resume=x", "--profile=29:2"])
 
 

@@ -523,19 +523,17 @@ def faults(config, world, first_step):
     yield total >= 10**6, "scheduled_steps", "a run has at most 999999 steps, the extension included"
     yield any(a >= b for a, b in zip(starts, starts[1:])), "scheduled_steps", "each stage needs at least one step"
     yield schedule.cooldown_frac * schedule.scheduled_steps < 1, "cooldown_frac", "must cover a scheduled step"
-    yield (schedule.split_stage > len(stages), "split_stage",
-           f"there are {len(stages)} stages, so it must be 1 to {len(stages)}")
+    yield schedule.split_stage > len(stages), "split_stage", f"must be one of the stages, 1 to {len(stages)}"
     # A run may end within Muon's warm-up, as short trials of record74 do. Warm-up and cool-down are rounded to whole
     # steps, so the two may share one step.
     yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
            f"{warmup} and {cooldown} steps, but the run has only {total}")
     steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)
-    yield steps.stop > total, "profile", f"the run has steps 0 to {total - 1}"
+    yield (system.profile and not first_step <= steps.start < steps.stop <= total, "profile",
+           f"the run has steps {first_step} to {total - 1}")
     yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
         "a validation or a checkpoint comes in between; take other steps, or change"
         f" --val_every={system.val_every} or --save_every={system.save_every}")
-    yield (system.profile and steps.start < first_step, "profile",
-           f"the resumed run starts at step {first_step}; profile later steps")
     has_kernel = not (system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels)
     in_bf16 = system.dtype == "bfloat16"
     yield has_kernel and not in_bf16, "dtype", (
