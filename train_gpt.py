@@ -17,7 +17,7 @@ each idea.
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
 Contents, top to bottom:
-    config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
+    config     Layer, Model, Stage, Schedule, Optim (data/run/config.py has Data, System); presets; --key=value
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     tables     Table: lookup, gradients and exchange of embeddings
     optimizer  Sharded, Replicated: state and updates; NorMuonAndAdam: the phases of a step
@@ -36,7 +36,6 @@ import time
 
 started = time.perf_counter()  # the imports take seconds
 
-import dataclasses
 import functools
 import gc
 import hashlib
@@ -55,7 +54,8 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.config import Bounds, check_row, help_page, left_open, make_config, read_values
+from data.run.config import (
+    Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import in_steps, momentum_steps, stage_starts
 from data.run.program import (
@@ -71,12 +71,10 @@ if __name__ == "__main__":
 # ---- Config: edit a default, or set a knob with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) -----
 
 # The numbers that a knob takes. A knob of several numbers has a type for each.
-Whole, Count, Channels, Vocabulary = (
-    Annotated[int, Bounds(*ends)] for ends in ((0, 10**9), (1, 10**9), (16, 10**4), (2, 2**16)))
+Channels, Vocabulary = Annotated[int, Bounds(16, 10**4)], Annotated[int, Bounds(2, 2**16)]
 Part, Rate, Factor, Decay, Real = (Annotated[float, Bounds(0, high)] for high in (1, 10, 100, 10**4, 10**9))
 Rows = Annotated[float, Bounds(0, 2**31 - 1)]
 Memory = Annotated[float, Bounds(0, 1, below=True)]  # what an average keeps in a step
-Period = Annotated[int | float, Bounds(0, 10**6)]  # steps, or below 1 a part of the run
 Place = Annotated[int | None, Bounds(0, 999)]  # of a layer
 
 
@@ -115,11 +113,8 @@ RECORD74_LAYERS = (
 
 
 def wire(depth, narrow=True, paired=True, mix=True) -> tuple[Layer, ...]:
-    """The layers of a model of `depth` layers, 3 or more.
-
-    The rules were read off 11 layers, for which records/2026-11-22_model and, for narrow layers,
-    records/2026-11-23_attention have the gain of each idea.
-    """
+    """The layers of a model of `depth` layers, 3 or more. The rules were read off 11 layers, for which
+    records/2026-11-22_model and, for narrow layers, records/2026-11-23_attention have the gain of each idea."""
     last = depth - 1
     middle = min((depth + 1) // 2, depth - 2)  # has no attention; the stream of `source` bridges the gap
     source = middle // 2  # looks far, so the skip carries what it saw
@@ -185,11 +180,9 @@ class Model:
 
     @property
     def qk_banks(self) -> list[tuple[list[int], str, tuple[int, ...]]]:
-        """[(layers, bank, shape of its part of a layer)] for the layers with whole and for those with narrow heads.
-
-        The shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one if the number of
-        heads is odd; else it has all heads.
-        """
+        """[(layers, bank, shape of its part of a layer)] for the layers with whole and for those with narrow heads. The
+        shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one if the number of
+        heads is odd; else it has all heads."""
         banks, heads = [], 2 - self.num_heads % 2 if self.head_pairs else self.num_heads
         for label, narrow in ("qk_bank", False), ("narrow_qk_bank", True):
             layers = [i for i in self.layers_with("attention") if self.layers[i].narrow == narrow]
@@ -199,10 +192,9 @@ class Model:
 
     @property
     def mix_sizes(self) -> dict[int, int]:
-        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end.
-
-        In the layer: of the embedding, the backout stream and lane 0, for the value embedding and for lane 0. At the
-        end: of these three, the first value embedding and the sources of skips."""
+        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end. In the layer:
+        of the embedding, the backout stream and lane 0, for the value embedding and for lane 0. At the end: of these
+        three, the first value embedding and the sources of skips."""
         sources = {layer.skip_from for layer in self.layers} - {None}
         return {place: size for i in self.layers_with("mix")
                 for place, size in ((i, 6), (len(self.layers), 4 + len(sources)))}
@@ -288,53 +280,9 @@ class Optim:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Files of tokens, and the size of a validation."""
-
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
-    val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
-    val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
-    tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
-
-
-@dataclass(frozen=True)
-class System:
-    """Machine, numerics and output of one run."""
-
-    run_label: str = "run"  # first part of the log's file name
-    device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
-    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
-    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
-    val_every: Period = 250  # steps between validations, or below 1 a part of the run; 0: one at the end
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
-    fp8: bool = True  # FP8 training head, if the GPU has FP8
-    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
-    fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
-    cuda_graphs: bool = True  # replay each micro-step and each update as a CUDA graph; takes more memory
-    kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
-    log_dir: str = "logs"  # folder of the logs, relative to this folder
-    plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
-    profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
-    save: bool = False  # write a checkpoint at the end, into a folder beside the log
-    save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
-    keep: Count = 2  # number of checkpoints of a run to keep, the newest ones
-    resume: str = ""  # checkpoint to continue, with the settings stored in it
-    other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
-    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
-    sample_tokens: Whole = 0  # tokens of text to generate at the end
-    sample_prompt: str = ""  # beginning of this text
-
-    @property
-    def profiled(self) -> range:
-        """The steps to profile. Without --profile, an empty range from -1, which no step number equals."""
-        start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
-        return range(start, start + count)
-
-
-@dataclass(frozen=True)
 class Config:
-    """All knobs of a run; PRESETS holds values for common runs, and `parse_config` changes single knobs."""
+    """All knobs of a run: PRESETS holds values for common runs, and `parse_config` changes single knobs. The files of
+    tokens (Data) and the machine and output of a run (System) are in data/run/config.py."""
 
     model: Model = Model()
     schedule: Schedule = Schedule()
@@ -348,84 +296,71 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # Whether data/run/length.py chooses the size of the model. "never": the preset keeps its size. "given": if
-    # --minutes or --train_tokens gives a length. "always": also at the preset's own length. A size that the rule does
-    # not know stays.
+    # When data/run/length.py chooses the size of the model: if --minutes or --train_tokens gives a length ("given"), or
+    # also at the preset's own length ("always"). A size that the rule does not know stays.
     sized: Literal["never", "given", "always"] = "never"
 
 
 RECORD74 = Config()
 LAYERS = wire(11)
 LONG_LAYERS = wire(len(LAYERS), mix=False)  # mixtures pay in short runs only (records/2026-11-28_proven)
-MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS,
-              backout_layer=LAYERS[-1].input_from)
+# What `record`, `single` and `short` share, beside the settings of record 74.
+BASE = with_knobs(
+    RECORD74, mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS,
+    backout_layer=LAYERS[-1].input_from, split_stage=4, sampled_frac=0.93, adam_every=1, slow_momentum=0.56,
+    polar_steps=4, average_blend=0.5, fp8_mlp=True, fp8_qkv=True)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is. The settings come
 # from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
 # seconds of 2026-11-23. The table of n-grams has a million rows, or up to four million where the GPU has the memory
 # (`fit_memory`, records/2026-11-26_ngrams).
-SHORT = Config(
-    dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5), width_lr_power=0.5),
-    Schedule(
-        scheduled_steps=800, extension_steps=24, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.91),
-        muon_warmup=0.2, muon_cooldown=0.03, sampled_frac=0.93,
-        stages=(
-            Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
-            Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
-            Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
-            Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
-    Optim(adam_lr=0.0104, adam_every=1, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, muon_wd=2.4,
-          slow_momentum=0.56, polar_steps=4, average_blend=0.5),
-    # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
-    Data(val_batch_tokens=65536),
-    System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
+SHORT = with_knobs(
+    BASE, ngram_rows=(5e5, 5e5), width_lr_power=0.5, scheduled_steps=800, extension_steps=24, cooldown_frac=0.7,
+    muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, muon_wd=2.4, adam_lr=0.0104,
+    lazy_tables=True, table_beta2=0.98, micro_batches=0,
+    val_batch_tokens=65536,  # this cuts more documents than 262144, so the loss is a little higher (records/guide.md)
+    stages=(
+        Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
+        Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
+        Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
+        Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0)))
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    "record": Preset(gpus=8, config=Config(
-        dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6), layers=LONG_LAYERS),
-        Schedule(scheduled_steps=1270, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
-                 muon_warmup=0.2308, muon_cooldown=0.0385, sampled_frac=0.93),
-        Optim(adam_lr=0.0092, adam_every=1, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
-        system=System(fp8_mlp=True, fp8_qkv=True))),
+    "record": Preset(gpus=8, config=with_knobs(
+        BASE, layers=LONG_LAYERS, ngram_rows=(2e6, 2e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3,
+        muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0092)),
     # The best run for one GPU, of as many tokens as should reach 3.28; with these, a smaller model would not. On more
     # GPUs it has larger batches. Its second moments and its cool-down are longer than those of `short`, its rates of
     # Adam lower (records/2026-11-25_length). The higher rates that narrow models have in short runs do not help it
     # (records/2026-11-25_size), nor do an update of the head in every step and twice the decay: it has steps enough
     # (records/2026-11-27_learning).
-    "single": Preset(sized="given", config=dataclasses.replace(
-        SHORT,
-        model=dataclasses.replace(SHORT.model, width_lr_power=0.0, layers=LONG_LAYERS),
-        schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
-        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, adam_every=2, muon_beta2=0.95, muon_wd=1.2))),
+    "single": Preset(sized="given", config=with_knobs(
+        SHORT, layers=LONG_LAYERS, width_lr_power=0.0, train_tokens=340e6, cooldown_frac=0.8, muon_beta2=0.95,
+        muon_wd=1.2, adam_lr=0.0085, adam_every=2)),
     "short": Preset(SHORT, sized="always"),  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
     # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
     # tried. Rows for 6 and 8 bytes beside those for 2, 3 and 4 gain most of all.
-    "cpu": Preset(Config(
-        Model(vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
-              head_pairs=True, pointer=True, backout_layer=2, layers=wire(4, narrow=False)),
-        Schedule(
-            scheduled_steps=1704, extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7,
-            muon_momentum=(0.85, 0.88), muon_warmup=0.2, muon_cooldown=0.03,
-            stages=(
-                Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,), share=0.0))),
-        Optim(adam_lr=0.012, adam_every=1, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
-        Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
-             val_batch_tokens=8192),
-        System(device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
-               sample_tokens=200, sample_prompt="def "))),
+    "cpu": Preset(with_knobs(
+        RECORD74, vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
+        head_pairs=True, pointer=True, layers=wire(4, narrow=False), backout_layer=2, scheduled_steps=1704,
+        extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.88),
+        muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, adam_lr=0.012, adam_every=1, table_beta2=0.98,
+        average_blend=0.5, device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
+        train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
+        val_batch_tokens=8192, sample_tokens=200, sample_prompt="def ",
+        stages=(
+            Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
+            Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
+            Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
+            Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,), share=0.0)))),
 }
 
 
 def parse_config(argv, world=1, gpu=None) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument.
-
-    gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
-    """
+    gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet)."""
     return make_config(read_values(argv, PRESETS), world, PRESETS, gpu)
 
 
@@ -532,21 +467,14 @@ def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
-    Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_attention`); the MLP's W2 begins at zero (muP-like).
+    Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_weights`); the MLP's W2 begins at zero (muP-like).
     A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher rates of Adam (muP,
-    arXiv 2203.03466, has such a rule with other powers).
-    """
-    D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
-    fields = "attention", "value_embed", "skip_from", "xsa"
-    with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
-    dynamic, with_lanes = model.dynamic_sizes, model.layers_with("two_lanes")
+    arXiv 2203.03466, has such a rule with other powers)."""
+    D, H, V, layers, dynamic = model.model_dim, model.num_heads, model.padded_vocab, model.layers, model.dynamic_sizes
+    with_attention, with_values, with_skip, with_xsa, with_lanes = map(
+        model.layers_with, ("attention", "value_embed", "skip_from", "xsa", "two_lanes"))
     narrow_lr = (768 / D) ** model.width_lr_power
     ngram_shape = sum(rows for _, rows in model.ngrams), D
-
-    def fill_post(p, generator):
-        p.fill_(1.0)
-        if with_lanes:
-            p[with_lanes[0]:, 0, 1] *= 1.5  # the attention output enters lane 1
 
     table = [
         *(Param(label, (len(numbers), *shape), "normuon", average=0.12, codes=("fp8_qkv", 2.0))
@@ -578,8 +506,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
         lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
         lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
-        # (attention, MLP) x (lane 0, lane 1); with one lane only that of the MLP
-        lambdas("post_lambdas", (len(layers), *((2, 2) if with_lanes else (1,))), fill_post, 0.95, 1.0),
+        # (attention, MLP) x (lane 0, lane 1); with one lane only that of the MLP. Attention enters lane 1 times 1.5.
+        lambdas("post_lambdas", (len(layers), 2, 2), lambda p, _: p.fill_(1.0)[with_lanes[0]:, 0, 1].mul_(1.5), 0.95,
+                1.0) if with_lanes else lambdas("post_lambdas", (len(layers), 1), 1.0, 0.95, 1.0),
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
@@ -596,25 +525,17 @@ def param_table(model: Model) -> tuple[Param, ...]:
                  if math.prod(param.shape))  # a parameter that no layer uses is empty
 
 
-def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
-
-    A frequency of less than one turn in the old window falls in proportion as the window grows. A frequency of 32 turns
-    or more stays. Between them the change is linear (arXiv 2309.00071). The scale multiplies q · k.
-    """
-    keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
-    return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
-
-
 def rotary_states(head_dim: int, windows, scale=0.1) -> list[tuple[np.ndarray, float]]:
-    """(frequencies of the head_dim / 4 rotating pairs, attention scale) for each of the windows, in their order.
-
-    scale: the attention scale for the first window.
-    """
-    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), scale
-    states = [state]
+    """(rotary frequencies of the head_dim / 4 rotating pairs, in rad/token, fp64; factor of q · k) for each of the
+    windows (tokens). scale: the factor for the first window. YaRN (arXiv 2309.00071): a frequency of less than one turn
+    in the old window falls in proportion as the window grows. A frequency of 32 turns or more stays. Between them the
+    change is linear."""
+    frequencies = (1 / 1024) ** np.linspace(0, 1, head_dim // 4)
+    states = [(frequencies, scale)]
     for old, new in zip(windows, windows[1:]):
-        states.append(states[-1] if old == new else yarn(*states[-1], old, new))
+        keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
+        frequencies, scale = frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
+        states.append((frequencies, scale))
     return states
 
 
@@ -628,13 +549,10 @@ def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
 class AttentionSettings(NamedTuple):
     """The part of the forward pass that changes between stages."""
 
-    rotary: Tensor  # (>= 2N, d / 4, 2)
+    rotary: dict[bool, tuple[Tensor, float]]  # whether a layer is narrow -> table (>= 2N, d / 4, 2), factor of q · k
     short_window: int
     long_window: int
-    scale: float
     pointer_window: int  # tokens that the pointer head looks back
-    narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
-    narrow_scale: float | None = None
 
 
 def attention_settings(config, device, dtype) -> list[AttentionSettings]:
@@ -642,14 +560,12 @@ def attention_settings(config, device, dtype) -> list[AttentionSettings]:
     stages = config.schedule.stages
     tokens = max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
     rows = 2 * 128 * -(-tokens // 128)  # evaluations pad a forward pass to a multiple of 128 tokens
-    states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
-    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), stage.short_window,
-                                  stage.long_window, scale, stage.max_doc_len)
-                for stage, (frequencies, scale) in zip(stages, states)]
-    if config.model.layers_with("narrow"):
-        states = rotary_states(config.model.head_dim, [s.short_window for s in stages], NARROW_SCALE)
-        settings = [each._replace(narrow_rotary=rotary_table(frequencies, rows, device, dtype),
-                                  narrow_scale=scale) for each, (frequencies, scale) in zip(settings, states)]
+    settings = [AttentionSettings({}, stage.short_window, stage.long_window, stage.max_doc_len) for stage in stages]
+    for narrow in {False, *(layer.narrow for layer in config.model.layers)}:
+        windows = [each.short_window if narrow else each.long_window for each in settings]
+        states = rotary_states(config.model.head_dim, windows, NARROW_SCALE if narrow else 0.1)
+        for each, (frequencies, scale) in zip(settings, states):
+            each.rotary[narrow] = rotary_table(frequencies, rows, device, dtype), scale
     return [*settings, settings[-1]._replace(long_window=config.schedule.final_window)]
 
 
@@ -676,7 +592,7 @@ class LayerWeights(NamedTuple):
     skip: tuple[Tensor, Tensor] | None = None  # 0-D lambda and gate (1, GATE_CHANNELS) of the skip
 
 
-class Factors:
+class Factors(dict):
     """factors[place, name]: a list of learned factors at a layer or the end, each a number, for xsa H numbers. From the
     first dynamic layer on, x0, bigram, mix and xsa have them for every token, as its network adds to them. resid: what
     a lane carries past attention and MLP; post: with two lanes, the output of attention in each, then the MLP's."""
@@ -685,22 +601,21 @@ class Factors:
         config, dtype, self.mix = model.config, model.dtype, model.ops.mix
         networks, layers = config.dynamic_sizes, range(len(config.layers))
         rounded = dict(x0=model.x0_lambdas, bigram=model.bigram_lambdas, resid=model.resid_lambdas)  # K6
-        if config.layers_with("two_lanes"):
-            rounded["post"] = model.post_lambdas
+        rounded |= {"post": model.post_lambdas} if config.layers_with("two_lanes") else {}
         pieces = torch.cat([x.flatten() for x in rounded.values()]).bfloat16().float().split(
             [x[i].numel() for x in rounded.values() for i in layers])
         constants = dict(zip([(i, name) for name in rounded for i in layers], pieces))
         if config.backout_layer is not None:
             constants[len(layers), "backout"] = -model.backout_lambda
-        if model.with_xsa:
-            constants |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
+        if with_xsa := config.layers_with("xsa"):
+            constants |= zip([(i, "xsa") for i in with_xsa], model.xsa_lambdas.unbind(0))
         if sizes := config.mix_sizes:
             constants |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
         self.constants, dynamic = constants, {key for counts in networks.values() for key in counts}
-        self.factors = {key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic}
+        self.update({key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic})
         fixed = [key for key in constants if key[1] != "xsa" and key not in dynamic]
         numbers = iter(self.mix.unbind(torch.cat([constants[key] for key in fixed])))
-        self.factors |= {key: [*islice(numbers, len(constants[key]))] for key in fixed}
+        self.update({key: [*islice(numbers, len(constants[key]))] for key in fixed})
         self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
         if networks:
             rows = [sum(counts.values()) for counts in networks.values()]
@@ -714,10 +629,7 @@ class Factors:
         rows = torch.add(constants[:, None], W_out @ F.gelu(F.linear(stream, W_in)).mT, alpha=0.1)
         sizes = {key: [count] if key[1] == "xsa" else [1] * count for key, count in counts.items()}
         columns = iter(self.mix.columns(rows, sum(sizes.values(), [])))
-        self.factors.update((key, [*islice(columns, len(widths))]) for key, widths in sizes.items())
-
-    def __getitem__(self, key):
-        return self.factors[key]
+        self.update((key, [*islice(columns, len(widths))]) for key, widths in sizes.items())
 
 
 def steps_per_update(row, optim) -> int:
@@ -744,8 +656,7 @@ class Table:
     into `few` (FewRows). touched (R,) bool, of a lazy table: the rows with a gradient, at least. With several ranks,
     each has a part of a table of `rows`; `local` (most, D) then has the rows of the micro-batch, in the order of
     `Exchange.takes`. All ranks must call `start`, `fetch` and `send_gradients` in the same order. PR 360 (devenpzak)
-    fetches its rows a step ahead.
-    """
+    fetches its rows a step ahead."""
 
     def __init__(self, parameter, ops):
         self.parameter, self.ops = parameter, ops
@@ -754,9 +665,8 @@ class Table:
 
     def lookup(self, count, ids, *n_grams):
         """kernels.lookup of the table, or of the rows that have come."""
-        if self.local is not None:
-            return kernels.lookup(self.local, count, ids, self.ops, None, None, *n_grams)
-        return kernels.lookup(self.parameter, count, ids, self.ops, self.touched, self.few, *n_grams)
+        table, few = (self.parameter, self.few) if self.local is None else (self.local, None)
+        return kernels.lookup(table, count, ids, self.ops, self.touched, few, *n_grams)
 
     def share(self, most, rt):
         """Begin to exchange rows with the other ranks, at most `most` for a micro-batch."""
@@ -812,23 +722,20 @@ def sign_rows(ids, orders):
 
 
 class GPT(nn.Module):
-    """The parameters of `param_table` and a flat forward pass.
-
-    ranks: number of ranks that share the table of n-grams; each has the same number of its rows.
-    """
+    """The parameters of `param_table` and a flat forward pass. ranks: number of ranks that share the table of n-grams;
+    each has the same number of its rows."""
 
     def __init__(self, config: Model, ops, dtype, device, ranks=1):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.settings, self.codes = param_table(config), {}  # codes: label -> WeightCodes, of what trains in FP8
-        fields = "attention", "value_embed", "skip_from", "xsa", "dynamic"
-        self.with_attention, self.with_values, self.with_skip, self.with_xsa, self.with_dynamic = map(
-            config.layers_with, fields)
-        for param in self.settings:
+        self.codes = {}  # label -> WeightCodes, of what trains in FP8
+        self.with_attention, self.with_values, self.with_skip = map(
+            config.layers_with, ("attention", "value_embed", "skip_from"))
+        for param in config.table:
             rows = -(-param.shape[0] // ranks) if param.optim == "rows" else param.shape[0]
             zeros = torch.zeros(rows, *param.shape[1:], dtype=param.dtype, device=device)
             self.register_parameter(param.label, nn.Parameter(zeros))
-        self.tables = {row.label: Table(self.get_parameter(row.label), ops) for row in self.settings
+        self.tables = {row.label: Table(self.get_parameter(row.label), ops) for row in config.table
                        if row.sparse or row.label == "embed"}
         if config.bigram_signs:  # the same in every run, whatever the seed
             bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
@@ -841,19 +748,8 @@ class GPT(nn.Module):
         """Draw the weights of attention first, then the others in the order of `param_table`. The embedding begins as
         the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
-        self.init_attention(generator)
-        for param in self.settings:
-            tensor = self.get_parameter(param.label)
-            if callable(param.init):
-                tensor.zero_()
-                param.init(tensor, generator)
-            elif param.optim != "normuon":
-                tensor.fill_(param.init)
-        self.embed.copy_(self.lm_head.t())
-
-    def init_attention(self, generator):
-        """Record 74 draws Q, K, V and O of a layer as four matrices (D, D). A narrow head takes the first half of its
-        rows of Q and K."""
+        # Record 74 draws Q, K, V and O of a layer as four matrices (D, D). A narrow head takes the first half of its
+        # rows of Q and K.
         H, d, D = self.config.num_heads, self.config.head_dim, self.config.model_dim
         drawn = torch.empty(len(self.with_attention), 4, H, d, D, device=self.embed.device)
         uniform(drawn, generator)
@@ -862,6 +758,14 @@ class GPT(nn.Module):
             qk, bank = drawn[[self.with_attention.index(i) for i in layers], :2], self.get_parameter(label)
             width = d // (1 + self.config.layers[layers[0]].narrow)
             bank.copy_(qk[..., :width, :].reshape(bank.shape))
+        for param in self.config.table:
+            tensor = self.get_parameter(param.label)
+            if callable(param.init):
+                tensor.zero_()
+                param.init(tensor, generator)
+            elif param.optim != "normuon":
+                tensor.fill_(param.init)
+        self.embed.copy_(self.lm_head.t())
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch."""
@@ -882,10 +786,8 @@ class GPT(nn.Module):
 
     def projections(self, vs, banks=None) -> list[tuple[list[int], str, Tensor]]:
         """[(layers, label of their bank, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of
-        the heads of q and k, or for some of config.qk_banks.
-
-        vs: the matrices V of the layers with attention (layers, D, D).
-        """
+        the heads of q and k, or for some of config.qk_banks. vs: the matrices V of the layers with attention (layers,
+        D, D)."""
         found, by_layer = [], dict(zip(self.with_attention, vs.unbind(0)))
         for layers, label, _ in banks or self.config.qk_banks:
             qk = self.get_parameter(label).to(vs.dtype).flatten(1, 3)
@@ -893,14 +795,11 @@ class GPT(nn.Module):
             found.append((layers, label, torch.cat((qk, own), 1)))
         return found
 
-    def weights_of_layers(self) -> list[LayerWeights]:
-        """The weights of every layer, in the dtype of the activations.
-
-        Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add a
-        bank of zeros per layer (PR 233).
-        """
+    def weights_of_layers(self, codes) -> list[LayerWeights]:
+        """The weights of every layer, in the dtype of the activations, and these FP8 codes. Each bank is unbound once,
+        so that its gradient is one torch.stack. Indexing the bank in each layer would add a bank of zeros per layer
+        (PR 233)."""
         config, dtype, mix, count = self.config, self.dtype, self.ops.mix, len(self.config.layers)
-        codes = self.codes_now()
         of_qkv, of_out = (column.unbind(0) for column in self.sa_lambdas.unbind(1))
 
         def scaled(weights, layers, factors, in_codes=False):
@@ -938,41 +837,24 @@ class GPT(nn.Module):
         """Output of the attention of layer i (N, D). ve (N, D) or None: value embeddings; xsa: the factors of the
         heads, or None; documents: {paired: document_of_tokens}."""
         layer, codes = self.config.layers[i], stream.codes
-        rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
+        rotary, scale = attn.rotary[layer.narrow]
         codes = codes and w.qkv_codes._replace(x8=codes[0], x8_t=codes[1])
         y = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
                                attn.long_window if layer.long else attn.short_window, scale, layer.paired, layer.long,
                                layer.narrow, codes, stream.first if codes else None, xsa, documents[layer.paired])
         return F.linear(y.flatten(1), w.out)
 
-    def mlp(self, i, w: LayerWeights, stream: kernels.Mixed, grad_codes=None):
-        """Output of the MLP of layer i (N, D). grad_codes: as in `kernels.mix`."""
-        if mlps := self.codes_now().get("mlp_bank"):
-            return mlps(i, stream.normed, w.W1, w.W2, w.mlp_scales, stream.codes, grad_codes)
-        return self.ops.mlp(stream.normed, w.W1, w.W2)
-
-    def codes_now(self):
-        """`codes`, or none without gradients: only training is in FP8."""
-        return self.codes if torch.is_grad_enabled() else {}
-
-    def read(self, stream: kernels.Mixed, reader) -> kernels.Mixed:
-        """The stream with what the reader of its norm needs."""
-        return stream if stream.reader == reader else self.ops.mix([(None, stream.x)], reader)
-
-    def readers(self) -> tuple[kernels.Reader, kernels.Reader, kernels.Reader]:
-        """How attention, MLPs and head read a normed stream: in FP8 only in training."""
-        codes, scale = self.codes_now(), kernels.x8_scale(self.config.model_dim)
-        in_fp8 = codes.keys() & {label for _, label, _ in self.config.qk_banks}
-        return (kernels.Reader(scale, GATE_CHANNELS) if in_fp8 else kernels.Reader(),
-                kernels.Reader(scale) if "mlp_bank" in codes else kernels.Reader(),
-                kernels.Reader(kernels.X_SCALE if "lm_head" in codes else None, whole=True))
-
     def layers(self, embeddings, tokens, cu_seqlens, attn: AttentionSettings) -> Output:
         """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
-        by_attention, by_mlp, by_head = self.readers()
+        codes = self.codes if torch.is_grad_enabled() else {}  # only training is in FP8
+        mlps, x8_scale = codes.get("mlp_bank"), kernels.x8_scale(config.model_dim)
+        in_fp8 = codes.keys() & {label for _, label, _ in config.qk_banks}
+        by_attention = kernels.Reader(x8_scale, GATE_CHANNELS) if in_fp8 else kernels.Reader()
+        by_mlp = kernels.Reader(x8_scale if mlps else None)
+        by_head = kernels.Reader(kernels.X_SCALE if "lm_head" in codes else None, whole=True)
         documents = {paired: kernels.document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * len(e))
                      for paired in {False, *(layer.paired for layer in layers)}}
 
@@ -984,6 +866,10 @@ class GPT(nn.Module):
         first, lane0, lane1 = smeared.first, kernels.Mixed(smeared.normeds), None  # lane 1: where a layer has two lanes
         del embeddings, e, gate, before, smeared  # what has a name takes memory
 
+        def read(stream, by):
+            """The stream with what this reader of its norm needs."""
+            return stream if stream.reader == by else mix([(None, stream.x)], by)
+
         def reader(i):
             """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong guess costs time: `read`
             then computes the norm again."""
@@ -994,16 +880,16 @@ class GPT(nn.Module):
 
         embedded = backout = before_mix = first_ve = None  # streams for mixtures and for the end
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
-        at_end = []  # the part of the last sum that a mixture has begun
+        dynamic, at_end = config.layers_with("dynamic"), []  # at_end: the part of the last sum, begun by a mixture
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         added = {}  # layer -> what it adds of x0 and of the n-grams
-        for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
+        for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers(codes))):
             trace_mark(f"layer {i}")
             ve = values.pop(i, None)
             if layer.dynamic:
                 factors.run_network(i, lane0.x)
             if layer.dynamic or i == 0:
-                end = min([j for j in self.with_dynamic if j > i], default=last + 1)
+                end = min([j for j in dynamic if j > i], default=last + 1)
                 places = [j for j in range(i, end) if layers[j].embeds]
                 rows = [[*factors[j, "x0"], *(factors[j, "bigram"] if j else [None])] for j in places]
                 if i == 0:  # lane 0 begins with n-grams, a sum before those of `places`
@@ -1021,7 +907,7 @@ class GPT(nn.Module):
                 lane1 = lane0
             if layer.mix:
                 places = [factors[i, "mix"][:3], factors[i, "mix"][3:]]
-                if i >= max(self.with_dynamic, default=0):  # the factors of the end will not change
+                if i >= max(dynamic, default=0):  # the factors of the end will not change
                     places.append(factors[last + 1, "mix"][:3])
                 (embedded, backout, before_mix), (for_value, for_lane, *at_end) = mix.add_later(
                     [embedded, backout, lane0.x], places)
@@ -1034,7 +920,7 @@ class GPT(nn.Module):
             # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
             resid_attn, resid_mlp = factors[i, "resid"]
             if layer.attention:
-                source = self.read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
+                source = read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
                 a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"][0] if layer.xsa else None,
                                    documents)
                 if lane1 is None:
@@ -1052,12 +938,14 @@ class GPT(nn.Module):
 
             # With one lane, W2 contains the factor of the output of the MLP.
             next_reader = by_attention if i in input_sources else None if i + 1 in changing else reader(i + 1)
+            source = read(lane0 if lane1 is None else lane1, by_mlp)
+            grad_codes = mlps.new_grad_codes() if mlps and lane1 is None else None
+            m = (mlps(i, source.normed, w.W1, w.W2, w.mlp_scales, source.codes, grad_codes) if mlps
+                 else self.ops.mlp(source.normed, w.W1, w.W2))
+            del source
             if lane1 is None:
-                grad_codes = self.codes["mlp_bank"].new_grad_codes() if "mlp_bank" in self.codes else None
-                m = self.mlp(i, w, self.read(lane0, by_mlp), grad_codes)
                 lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, (), grad_codes)
             else:
-                m = self.mlp(i, w, self.read(lane1, by_mlp))
                 at = mix.add_later([m], [[factor] for factor in factors[i, "post"][2:]])[1]
                 lane0 = mix([(resid_mlp, lane0.x)], next_reader, [at[0]])
                 lane1 = mix([(resid_mlp, lane1.x)], None, [at[1]])
@@ -1098,9 +986,7 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
     """Replace the last weights p by a mixture of them and their average, whose part is `factor`, from 0 to 1.
 
     The parameter as a whole keeps its norm: an average has a smaller norm, because noise cancels, so the mixture is
-    scaled back (PR 349). state: the optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds
-    up a tensor in place.
-    """
+    scaled back (PR 349). state: the optimizer state of p, a rank's part. sum_over_ranks: adds up a tensor in place."""
     tensors = [p, state["average"], *([state["mantissa"]] if "mantissa" in state else [])]
 
     def parts():
@@ -1134,16 +1020,13 @@ def update_numbers(config, plan) -> dict[str, float]:
     t, adam_lr = adam(optim.adam_every)  # of Replicated, which has vectors of all other numbers
     numbers = {"t": t, "table_t": adam(2)[0], "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
                "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
-    for row in param_table(config.model):
-        if row.optim == "normuon":
-            decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
-        elif row.optim != "replicated":
+    for row in (row for row in config.model.table if row.optim != "replicated"):
+        decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
+        if row.optim != "normuon":
             (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
             lr *= row.lr_mul
             numbers[f"{row.label} step_size"] = kernels.adam_step_size(lr, t, beta1, beta2)
             decay = lr * lr * optim.adam_wd * row.wd_mul
-        else:
-            continue
         numbers[f"{row.label} weight_decay"] = decay
         numbers[f"{row.label} average_rate"] = plan.average_rates.get(row.label, 0.0)
     return numbers
@@ -1155,14 +1038,15 @@ class Sharded:
     whole, grads: the memory behind the parameter and, in a list, behind its gradient, in the shape (n, R, C) for a bank
     of matrices (R, C), padded with zeros to a multiple of the number of ranks. part: this rank's part of `whole`. Of a
     table of `rows`, the parameter is the part, and there is no other memory. count: matrices or rows of all ranks.
-    state: of the part, "m" and "v" or, where single rows are updated, "v" and "last", the number of the last update of
-    every row; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with --slow_momentum "slow"; with
-    --average_blend "average".
-    """
+    touched: as of Table, where one rank updates single rows of a parameter and zeroes their gradients. state: of the
+    part, "m" and "v" or, where single rows are updated, "v" and "last", the number of the last update of every row; of
+    a bank also "mantissa", the lower 16 bits of its fp32 weights, and with --slow_momentum "slow"; with --average_blend
+    "average"."""
 
     def __init__(self, row, param, table, config, rt, ops):
         self.row, self.table, self.optim, self.rt, self.ops = row, table, config.optim, rt, ops
-        self.count, self.part, self.grads, by_rows = row.shape[0], param.detach(), [], row.optim == "rows"
+        self.count, self.part, self.grads, self.touched = row.shape[0], param.detach(), [], None
+        by_rows = row.optim == "rows"
         if by_rows:
             table.few = kernels.FewRows(self.part, min(most_few_rows(config), len(param)))
         else:
@@ -1184,7 +1068,7 @@ class Sharded:
         elif by_rows or row.lazy and self.optim.lazy_tables:
             self.state = {"v": zeros(part[:, :1] if by_rows else part), "last": zeros(part[:, :1], torch.int32)}
             if not by_rows and rt.world == 1:  # several ranks, which all touch rows of a part, look at the gradient
-                table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
+                self.touched = table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
         else:
             self.state = {"m": zeros(part), "v": zeros(part)}
         if row.average and self.optim.average_blend:
@@ -1200,11 +1084,6 @@ class Sharded:
         size = len(self.part)
         return self.padded(whole[self.rt.rank * size:(self.rt.rank + 1) * size], size)
 
-    @property
-    def touched(self) -> Tensor | None:
-        """`Table.touched`, where one rank updates single rows of a parameter, and zeroes their gradients."""
-        return self.table and self.table.touched
-
     def start_reduction(self):
         """Start averaging the gradient over the ranks. Returns (work to wait for or None, this rank's part)."""
         if self.rt.world == 1:
@@ -1212,15 +1091,11 @@ class Sharded:
         part = torch.empty_like(self.part)
         return reduce_scatter(part, self.grads[0], op=dist.ReduceOp.AVG, async_op=True), part
 
-    def gather(self, async_op=False):
-        """Bring the parts of all ranks into the parameter of each."""
-        return all_gather(self.whole, self.part, async_op=async_op) if self.rt.world > 1 else None
-
     def update(self, grad, numbers, moves_average):
         """Update the part. grad: of the part; of a table of `rows` None. moves_average: whether "average" moves."""
         label, state, ops, optim = self.row.label, self.state, self.ops, self.optim
         average, rate = state["average"] if moves_average else None, numbers[f"{label} average_rate"]
-        decay = numbers[f"{label} weight_decay"]
+        decay, step_size = numbers[f"{label} weight_decay"], numbers.get(f"{label} step_size")  # the latter of Adam
         if self.row.optim == "normuon":
             X, scale = ops.fused_momentum(
                 grad, state["m"], numbers["momentum"], kernels.POLAR_SAFETY, state.get("slow"),
@@ -1228,32 +1103,22 @@ class Sharded:
             y = kernels.polar_express(X, scale, ops, optim.polar_steps)
             ops.normuon_update(self.part.view(torch.int16), state["mantissa"], state["v"], y, numbers["muon_lr"],
                                self.matrix_lr, decay, optim.muon_beta2, average, rate)
-            return
-        step_size, (beta1, beta2) = numbers[f"{label} step_size"], adam_betas(self.row, optim)
-        if "last" not in state:
-            ops.adam_update(self.part, state["m"], state["v"], grad, step_size, decay, beta1, beta2, optim.adam_eps,
-                            average, rate)
-            return
-        # Adam of the rows with a gradient, which becomes zero.
-        tensors = self.part, state["v"], state["last"]
-        rates = numbers["table_t"], step_size, decay, beta2, optim.adam_eps
-        if few := self.table.few:
-            ops.update_few_rows(*tensors, few.grad, few.place, few.rows, few.count, *rates)
-        else:
-            ops.update_rows(*tensors, (grad != 0).any(1) if self.touched is None else self.touched, grad, *rates)
-
-    def blend(self):
-        """Replace the last weights by their mixture with the averages (--average_blend)."""
-        blend_weights(self.part, self.state, self.optim.average_blend, lambda x: all_reduce(x, self.rt))
-        self.gather()
+        elif "last" not in state:
+            ops.adam_update(self.part, state["m"], state["v"], grad, step_size, decay, *adam_betas(self.row, optim),
+                            optim.adam_eps, average, rate)
+        else:  # Adam of the rows with a gradient, which becomes zero
+            tensors = self.part, state["v"], state["last"]
+            rates = numbers["table_t"], step_size, decay, adam_betas(self.row, optim)[1], optim.adam_eps
+            if few := self.table.few:
+                ops.update_few_rows(*tensors, few.grad, few.place, few.rows, few.count, *rates)
+            else:
+                ops.update_rows(*tensors, (grad != 0).any(1) if self.touched is None else self.touched, grad, *rates)
 
 
 class Replicated:
     """The replicated parameters in one vector per dtype, so that few kernels and one reduction serve all of them.
-
     rows: of param_table; params {label: parameter}, whose weights and gradients move into the vectors. state: label ->
-    {"m", "v"}.
-    """
+    {"m", "v"}."""
 
     row, touched = Param("replicated", (), "replicated"), None
 
@@ -1292,16 +1157,13 @@ class Replicated:
 
 
 class NorMuonAndAdam:
-    """The updates of all parameters, in three phases; `param_table` has the settings of each.
-
-    An explicit order replaces gradient hooks: Chris McCormick (PR 200).
-    """
+    """The updates of all parameters, in three phases; `param_table` has the settings of each. The order is explicit;
+    it replaces gradient hooks (PR 200, Chris McCormick)."""
 
     def __init__(self, model, config, rt, ops):
         self.params, self.tables, self.rt, self.ops = dict(model.named_parameters()), model.tables, rt, ops
-        rows = {row.label: row for row in param_table(config.model)}
-        if rows.keys() != self.params.keys():
-            differing = sorted(rows.keys() ^ self.params.keys())
+        rows = {row.label: row for row in config.model.table}
+        if differing := sorted(rows.keys() ^ self.params.keys()):
             raise UserError(f"param_table needs one row per parameter; differing: {', '.join(differing)}")
         self.copies = {row.tied_to: row.label for row in rows.values() if row.tied_to}  # parameter -> its copy
         self.sharded = {label: Sharded(row, self.params[label], self.tables.get(label), config, rt, ops)
@@ -1317,11 +1179,9 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def step_rows(self, plan, numbers):
-        """The update of the tables of `rows`, where all ranks then find the rows of their next micro-batch.
-
-        No CUDA graph can hold that exchange, since the number of rows changes from batch to batch. Nor can a graph hold
-        the plain update, whose host reads the number of rows from the GPU.
-        """
+        """The update of the tables of `rows`, where all ranks then find the rows of their next micro-batch. No CUDA
+        graph can hold that exchange, since the number of rows changes from batch to batch, nor the plain update, whose
+        host reads the number of rows from the GPU."""
         for label in self.of_rows if plan.tables else ():
             with trace_range(f"update {label}"):
                 self.sharded[label].update(None, numbers, False)
@@ -1329,10 +1189,8 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def step(self, plan, numbers):
         """Update the other parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their
-        gradients. Call it after `step_rows`.
-
-        numbers: `update_numbers` of the step; its values may be 0-D tensors on the GPU.
-        """
+        gradients. Call it after `step_rows`. numbers: `update_numbers` of the step; its values may be 0-D tensors on
+        the GPU."""
         copies = self.copies if plan.tied else {}
         reduced, updated = (
             {each.row.label: each for each in order if plan.updates(each.row) and each.row.label not in copies.values()}
@@ -1357,7 +1215,7 @@ class NorMuonAndAdam:
                 each.update(grad, numbers, name in plan.average_rates)
             if self.rt.world > 1 and name in self.sharded:
                 with trace_range(f"gather {name}"):
-                    gathers[name] = each.gather(async_op=True)
+                    gathers[name] = all_gather(each.whole, each.part, async_op=True)
 
         # Phase 3: wait for the gathers. While head and embedding are tied, the new head's transpose becomes the
         # embedding.
@@ -1398,7 +1256,9 @@ class NorMuonAndAdam:
         afterwards."""
         for label, each in self.sharded.items():
             if "average" in each.state and not (plan.tied and each.row.tied_to):
-                each.blend()
+                blend_weights(each.part, each.state, each.optim.average_blend, lambda x: all_reduce(x, self.rt))
+                if self.rt.world > 1:
+                    all_gather(each.whole, each.part)
         for name in self.copies if plan.tied else ():
             self.follow(name)
 
@@ -1460,10 +1320,8 @@ SLOW_PERIOD, SLOW_START = 0.042, 0.43
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
-    """The settings of a step, which depend only on the config and the step.
-
-    The step after the last one has a plan, too, for the last validation.
-    """
+    """The settings of a step, which depend only on the config and the step. The step after the last one has a plan,
+    too, for the last validation."""
     schedule = config.schedule
     *starts, total = stage_starts(schedule)
     index = bisect_right(starts, step) - 1
@@ -1498,10 +1356,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
 # ---- A run, from the arguments to the results ------------------------------------------------------------------------
 
 def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
-    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one.
-
-    knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
-    """
+    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one. knobs: {name: text},
+    overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs."""
     state = load_checkpoint(path)
     config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
     check_weights(state, config.model)
@@ -1685,9 +1541,7 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
 
 def validate(summed_loss, data, attn, rt) -> float:
     """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none.
-
-    summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D.
-    """
+    summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D."""
     losses = [summed_loss(batch, attn) for batch in data][:data.pieces]  # a repeated piece does not count
     total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
@@ -1695,11 +1549,8 @@ def validate(summed_loss, data, attn, rt) -> float:
 
 
 def add_gradients(loss, leaves):
-    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
-
-    leaves: all that the loss depends on. The backward pass of `GPT.lookup` adds to the tables itself, so their
-    gradients are None here; it runs only if the tables are among the leaves.
-    """
+    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each. The
+    leaves are all that the loss depends on, also the tables, to which the backward pass of `GPT.lookup` adds itself."""
     groups = defaultdict(list)  # lists of (.grad, new gradient)
     for leaf, new in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)):
         if new is not None:  # a list of several dtypes, or with unequal strides in a pair, takes a kernel for each pair
@@ -1709,12 +1560,9 @@ def add_gradients(loss, leaves):
 
 
 class Trainer:
-    """Model, optimizer, data and schedule of one run; `run` is the timed loop.
-
-    sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with; profiler: class Profiler; shards: `run_shards` at the start; stop: the Stop of
-    `watch_signals`.
-    """
+    """Model, optimizer, data and schedule of one run; `run` is the timed loop. sources {path: text}: the code, for
+    checkpoints; resumed: the checkpoint to continue from; initial: the one whose weights a new run begins with;
+    profiler: class Profiler; shards: `run_shards` at the start; stop: the Stop of `watch_signals`."""
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
                  shards=None, stop=None):
@@ -1727,7 +1575,6 @@ class Trainer:
         self.micro_steps = config.system.micro_batches // rt.world
         # Not yet logged: (step, event after the copies, on the host the loss and the signal to any rank, seconds)
         self.losses = deque()
-
         self.hash_ids = None
         if config.model.bigram_normal:
             self.hash_ids = ((resumed or initial)["model"]["hash_ids"].numpy() if resumed or initial else
@@ -1784,7 +1631,7 @@ class Trainer:
         """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
         begin as constants."""
         self.model.init_weights(self.config.system.seed)
-        for param in self.model.settings if self.rt.world > 1 else ():
+        for param in self.config.model.table if self.rt.world > 1 else ():
             if param.optim != "rows":
                 dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
 
@@ -1799,8 +1646,7 @@ class Trainer:
         return summed_loss(self.model, self.head, batch, attn)
 
     def log_losses(self, keep):
-        """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
-        `keep` steps, so the host does not wait for their losses."""
+        """Log all steps but the last `keep`, which the GPU may still compute. NotFinite for such a training loss."""
         while len(self.losses) > keep:
             step, copied, loss, signal, seconds = self.losses.popleft()
             if copied is not None:
@@ -1897,10 +1743,8 @@ class Trainer:
 
     def step(self, loader, plan, micro_steps, eager=False):
         """All micro-batches of a step, then the optimizer. Returns the mean loss of the next tokens, 0-D: before the
-        update, of this rank, over the classes of the step.
-
-        eager: launch the kernels of the first micro-batch and of the update one by one.
-        """
+        update, of this rank, over the classes of the step. eager: launch the kernels of the first micro-batch and of
+        the update one by one."""
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         self.head.next_loss.zero_()
         with trace_range(f"step {plan.step}"):

@@ -97,9 +97,8 @@ def make_setting(config, features=None):
         torch.testing.assert_close(T.rotary_table(frequencies, 2 * n, cpu, torch.float64),
                                    found := torch.stack((angle.cos(), angle.sin()), -1), rtol=0, atol=2e-5)
         return found
-    view = T.AttentionSettings(rotary(frequencies), SHORT, LONG, SCALE, POINTER_WINDOW)
-    if config.layers_with("narrow"):
-        view = view._replace(narrow_rotary=rotary(0.875 * frequencies), narrow_scale=0.3)
+    view = T.AttentionSettings({False: (rotary(frequencies), SCALE), True: (rotary(0.875 * frequencies), 0.3)},
+                               SHORT, LONG, POINTER_WINDOW)
     settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(config.head_dim // 4), attn_scale=SCALE,
                     H=config.num_heads, lambda_dtype=torch.bfloat16, **features or {})
     if config.layers_with("narrow"):
@@ -131,9 +130,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     exact, tokens, cu, rows, view, settings = setting
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
-    view = view._replace(rotary=view.rotary.to(device, dtype))
-    if view.narrow_rotary is not None:
-        view = view._replace(narrow_rotary=view.narrow_rotary.to(device, dtype))
+    view = view._replace(rotary={key: (x.to(device, dtype), scale) for key, (x, scale) in view.rotary.items()})
     h, point, _ = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view,
                         pieces_of(tokens[:-1], rows, device))
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
@@ -197,13 +194,13 @@ def test_settings_of_narrow_layers():
     config, plain = T.parse_config([*small, "--layer1.narrow=1"]), T.parse_config(small)
     stages, cpu = config.schedule.stages, torch.device("cpu")
     settings = T.attention_settings(config, cpu, torch.float32)
-    for name, window, scale in ("narrow_", "short_window", 0.13), ("", "long_window", 0.1):
+    for narrow, window, scale in (True, "short_window", 0.13), (False, "long_window", 0.1):
         frequencies, windows = oracles.base_freqs(32), [getattr(stage, window) for stage in stages]
         for i, each in enumerate(settings[:-1]):
             if i:
                 frequencies, scale = oracles.yarn(frequencies, scale, windows[i - 1], windows[i])
-            assert getattr(each, name + "scale") == pytest.approx(scale)
+            assert each.rotary[narrow][1] == pytest.approx(scale)
             cosines = torch.as_tensor(frequencies).to(torch.float32).cos()
-            torch.testing.assert_close(getattr(each, name + "rotary")[1, :, 0], cosines)
-    assert settings[-1].narrow_rotary is settings[-2].narrow_rotary  # the final window is a long window
-    assert T.attention_settings(plain, cpu, torch.float32)[0][-2:] == (None, None)
+            torch.testing.assert_close(each.rotary[narrow][0][1, :, 0], cosines)
+    assert settings[-1].rotary is settings[-2].rotary  # the final window is a long window
+    assert T.attention_settings(plain, cpu, torch.float32)[0].rotary.keys() == {False}

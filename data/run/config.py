@@ -16,12 +16,80 @@ import math
 import re
 import shlex
 from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from data import NGRAM_FACTORS
 from data.run.length import (
     FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, in_steps, momentum_steps, stage_starts)
 from data.run.program import UserError
+
+
+# ---- Sections of knobs that no model depends on; train_gpt.py has the others ----------------------------------------
+
+class Bounds(NamedTuple):
+    """The numbers that a knob takes, from `low` to `high`; `below`: without `high` itself."""
+
+    low: float
+    high: float = 10**9
+    below: bool = False
+
+    def __contains__(self, value):
+        return self.low <= value <= self.high and not (self.below and value == self.high)
+
+    def __str__(self):
+        return f"from {self.low} to {'below ' * self.below}{self.high}"
+
+
+Whole, Count = Annotated[int, Bounds(0, 10**9)], Annotated[int, Bounds(1, 10**9)]
+Period = Annotated[int | float, Bounds(0, 10**6)]  # steps, or below 1 a part of the run
+
+
+@dataclass(frozen=True)
+class Data:
+    """Files of tokens, and the size of a validation."""
+
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
+    val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
+    val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
+    tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
+
+
+@dataclass(frozen=True)
+class System:
+    """Machine, numerics and output of one run."""
+
+    run_label: str = "run"  # first part of the log's file name
+    device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
+    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
+    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
+    val_every: Period = 250  # steps between validations, or below 1 a part of the run (0: one at the end)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
+    fp8: bool = True  # FP8 training head, if the GPU has FP8
+    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
+    fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
+    cuda_graphs: bool = True  # replay each micro-step and each update as a CUDA graph; takes more memory
+    kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
+    log_dir: str = "logs"  # folder of the logs, relative to this folder
+    plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
+    profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
+    save: bool = False  # write a checkpoint at the end, into a folder beside the log
+    save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
+    keep: Count = 2  # number of checkpoints of a run to keep, the newest ones
+    resume: str = ""  # checkpoint to continue, with the settings stored in it
+    other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
+    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
+    sample_tokens: Whole = 0  # tokens of text to generate at the end
+    sample_prompt: str = ""  # beginning of this text
+
+    @property
+    def profiled(self) -> range:
+        """The steps to profile. Without --profile, an empty range from -1, which no step number equals."""
+        start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
+        return range(start, start + count)
+
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
 # A config is read several times, and each call takes .1 ms.
@@ -41,20 +109,6 @@ ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr and -
 
 
 # ---- Knobs: their names, types and texts -----------------------------------------------------------------------------
-
-class Bounds(NamedTuple):
-    """The numbers that a knob takes, from `low` to `high`; `below`: without `high` itself."""
-
-    low: float
-    high: float = 10**9
-    below: bool = False
-
-    def __contains__(self, value):
-        return self.low <= value <= self.high and not (self.below and value == self.high)
-
-    def __str__(self):
-        return f"from {self.low} to {'below ' * self.below}{self.high}"
-
 
 def knobs_of(config):
     """Yields (name, value, type) of each knob, with the fields of each layer after the layer."""
@@ -77,10 +131,10 @@ def flatten(config) -> dict:
 
 
 def with_knobs(config, **knobs):
-    """The config with other values for some fields of its sections."""
-    def changed(section):
-        return dataclasses.replace(section, **{key: knobs[key] for key in vars(section).keys() & knobs})
-    return dataclasses.replace(config, **{name: changed(section) for name, section in vars(config).items()})
+    """The config with other values for some fields of its sections. TypeError for a field that no section has."""
+    sections = {name: dataclasses.replace(section, **{key: knobs.pop(key) for key in vars(section).keys() & knobs})
+                for name, section in vars(config).items()}
+    return dataclasses.replace(config, **sections, **knobs)
 
 
 def demand(kind, value) -> str:
@@ -203,7 +257,7 @@ def read_values(argv, presets) -> dict:
 def with_values(config, values):
     """The config with other values for some knobs, {knob: value}. Raises UserError for the number of a stage or of a
     layer that the config does not have, and for a `depth` that differs from the number of layers."""
-    fields = {key: items for section in vars(config).values() for key, items in vars(section).items() if key in FIRST}
+    fields = {"layers": config.model.layers, "stages": config.schedule.stages}
     for key, items in fields.items():
         count, end = values.get(key, len(items)), int(key == "stages")
         if not 1 + end <= count <= 1000:
@@ -215,7 +269,8 @@ def with_values(config, values):
             dataclasses.replace(values.get(name := f"{key[:-1]}{i}", item), **{
                 field: values[f"{name}.{field}"] for field in vars(item) if f"{name}.{field}" in values})
             for i, item in enumerate(items, FIRST[key]))
-    changed = with_knobs(config, **values | fields)
+    plain = {key for section in vars(config).values() for key in vars(section)}
+    changed = with_knobs(config, **{key: value for key, value in (values | fields).items() if key in plain})
     if (depth := values.get("depth")) not in (None, changed.model.depth):
         raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
     known = {name for name, *_ in knobs_of(changed)} | {"depth"}
@@ -255,12 +310,13 @@ def config_from_dict(default, tree):
 
 def help_page(manual, presets, argv, source) -> str:
     """The manual, then all knobs with the values of the preset that `argv` names, or else of `record`: a line for each
-    with its name, its value (for stage<n> those of all stages), and its comment in `source`, the text of
+    with its name, its value (for stage<n> those of all stages), and its comment here or in `source`, the text of
     train_gpt.py."""
+    own = Path(__file__).read_text(encoding="utf-8").partition("# ---- Knobs:")[0]
     preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
     config, lines = presets[preset].config, {}
     comments = {"depth": "number of layers; another number makes them anew, by `wire`",
-                **dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))}
+                **dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0] + own, re.M))}
     for key, value in flatten(config).items():
         name = re.sub(r"^stage\d+", "stage<n>", key)
         if key == "layers":
@@ -449,16 +505,15 @@ def faults(config, world, first_step):
     yield behind is not None and behind >= len(layers), "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
     yield not model.layers_with("attention"), "", "all layers are without attention: at least one needs it"
     for i, layer in enumerate(layers):
-        earlier, name, attends = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}", layer.attention
-        yield (not attends and (layer.paired or layer.long or layer.value_embed), name,
-               "paired, long and value_embed need attention, which this layer lacks")
-        yield layer.skip_from is not None and layer.skip_from >= i, f"{name}.skip_from", earlier
-        yield (layer.input_from is not None and (layer.input_from >= i or not attends), f"{name}.input_from",
-               f"{earlier}, in a layer with attention")
-        yield (layer.narrow and (layer.long or not attends), f"{name}.narrow",
-               "only for a layer with attention that is not long")
-        yield (layer.xsa and (layer.paired or not attends), f"{name}.xsa",
-               "only for a layer with attention that is not paired")
+        name = f"layer{i}"
+        for field in "skip_from", "input_from":
+            source = getattr(layer, field)
+            yield (source is not None and source >= i, f"{name}.{field}",
+                   f"must be an earlier layer, 0 to {i - 1}, or none")
+        for field in () if layer.attention else ("paired", "narrow", "long", "value_embed", "input_from", "xsa"):
+            yield i in model.layers_with(field), f"{name}.{field}", "only for a layer with attention"
+        yield layer.narrow and layer.long, f"{name}.narrow", "only for a layer that is not long"
+        yield layer.xsa and layer.paired, f"{name}.xsa", "only for a layer that is not paired"
         yield (layer.mix and not (layer.value_embed and behind is not None and behind < i
                                   and model.layers_with("mix") == [i]),
                f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer")
@@ -470,19 +525,17 @@ def faults(config, world, first_step):
     yield total >= 10**6, "scheduled_steps", "a run has at most 999999 steps, the extension included"
     yield any(a >= b for a, b in zip(starts, starts[1:])), "scheduled_steps", "each stage needs at least one step"
     yield schedule.cooldown_frac * schedule.scheduled_steps < 1, "cooldown_frac", "must cover a scheduled step"
-    yield (schedule.split_stage > len(stages), "split_stage",
-           f"there are {len(stages)} stages, so it must be 1 to {len(stages)}")
+    yield schedule.split_stage > len(stages), "split_stage", f"must be one of the stages, 1 to {len(stages)}"
     # A run may end within Muon's warm-up, as short trials of record74 do. Warm-up and cool-down are rounded to whole
     # steps, so the two may share one step.
     yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
            f"{warmup} and {cooldown} steps, but the run has only {total}")
     steps, pauses = system.profiled, (in_steps(system.val_every, total) or total, system.save_every or total)
-    yield steps.stop > total, "profile", f"the run has steps 0 to {total - 1}"
+    yield (system.profile and not first_step <= steps.start < steps.stop <= total, "profile",
+           f"the run has steps {first_step} to {total - 1}")
     yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
         "a validation or a checkpoint comes in between; take other steps, or change"
         f" --val_every={system.val_every} or --save_every={system.save_every}")
-    yield (system.profile and steps.start < first_step, "profile",
-           f"the resumed run starts at step {first_step}; profile later steps")
     has_kernel = not (system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels)
     in_bf16 = system.dtype == "bfloat16"
     yield has_kernel and not in_bf16, "dtype", (
@@ -507,23 +560,20 @@ def faults(config, world, first_step):
 
 
 def check_row(row, labels):
-    """Raises UserError for a row of `param_table` that no optimizer can serve, or with a setting that its optimizer
-    does not read. labels: those of all rows."""
-    is_muon, shape, betas = row.optim == "normuon", row.shape if isinstance(row.shape, tuple) else (), row.betas
-    is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
-    are_betas = isinstance(betas, tuple) and len(betas) == 2 and all(
-        0 <= beta < 1 for beta in betas[:1 if betas[1] is None else 2])
+    """Raises UserError for a row of `param_table` that would train in silence in another way than it says. labels:
+    those of all rows."""
+    is_muon, betas = row.optim == "normuon", row.betas or ()
     unread, read = (("betas", "lr_mul", "wd_mul"), "matrix_lr") if is_muon else (("matrix_lr",), "lr_mul")
-    for ok, problem in (
-            (labels.count(row.label) == 1, "another row has this name"),
-            (row.optim in ("normuon", "adam", "rows", "replicated"), "must be normuon, adam, rows or replicated"),
-            (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
-            (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
-            (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
-            *((getattr(row, field) == row._field_defaults[field], f"does not read {field}; its factor is {read}")
-              for field in unread),
-            (not is_muon or len(shape) > 2, "needs a shape of three numbers or more"),
-            (math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
-             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}")):
-        if not ok:
+    problems = {
+        "another row has this name": labels.count(row.label) > 1,
+        "must be normuon, adam, rows or replicated": row.optim not in ("normuon", "adam", "rows", "replicated"),
+        f"tied_to={row.tied_to!r}: there is no such row": row.tied_to not in ("", *labels),
+        f"betas={row.betas}: must be two numbers from 0 to below 1, the second one or None":
+            not is_muon and (len(betas) != 2 or not all(0 <= (beta or 0) < 1 for beta in betas)),
+        f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}":
+            math.prod(row.shape[:-2]) % len(row.matrix_lr),
+        **{f"does not read {field}; its factor is {read}": getattr(row, field) != row._field_defaults[field]
+           for field in unread}}
+    for problem, is_there in problems.items():
+        if is_there:
             raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")

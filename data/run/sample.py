@@ -59,7 +59,7 @@ def generate(model, config, attention, ids, count, temperature, top_k):
     a forward pass over a separator and the most recent tokens, at most as many as the longest training document or as
     `attention` has angles for. It never draws the separator, so the text is one document."""
     ids, separator = list(ids), config.model.bos_id
-    most = len(attention.rotary) // 2 // 128 * 128  # tokens of a forward pass: a paired layer takes two rows for each
+    most = len(attention.rotary[False][0]) // 2 // 128 * 128  # tokens of a pass; a paired layer takes two rows for each
     recent = min(config.schedule.stages[-1].max_doc_len, most) - 1
     generator = torch.Generator().manual_seed(config.system.seed)
     for _ in range(count):
