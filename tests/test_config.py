@@ -107,7 +107,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--stages=1": "--stages=1: must be 2 or more",
     "--layers=1001": "--layers=1001: must be 1 or more, and at most 1000",
     "--val_every": "'--val_every': write --key=value",
-    "--val_every=2.5": "--val_every=2.5: expected int, for example --val_every=250",
+    "--val_every=2.5": "--val_every=2.5: must be a whole number of steps, or from 0 to below 1",
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,x": "--muon_momentum=0.9,x: expected comma-separated numbers",
     "--fp8=yes": "expected true or false, for example --fp8=True",

@@ -42,8 +42,18 @@ class Bounds(NamedTuple):
         return f"from {self.low} to {'below ' * self.below}{self.high}"
 
 
+class Steps(Bounds):
+    """A number of steps, or below 1 a part of the run."""
+
+    def __contains__(self, value):
+        return super().__contains__(value) and (value < 1 or type(value) is int)
+
+    def __str__(self):
+        return "a whole number of steps, or from 0 to below 1, a part of the run"
+
+
 Whole, Count = Annotated[int, Bounds(0, 10**9)], Annotated[int, Bounds(1, 10**9)]
-Period = Annotated[int | float, Bounds(0, 10**6)]  # steps, or below 1 a part of the run
+Period = Annotated[int | float, Steps(0, 10**6)]
 
 
 @dataclass(frozen=True)
@@ -474,10 +484,6 @@ def faults(config, world, first_step):
     yield (not re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile), "profile",
            "must be START:COUNT, for example 20:4")
     yield {*"/\\"} & {*system.run_label}, "run_label", "must be the name of a file, not of a folder"
-    for key in "muon_warmup", "muon_cooldown":
-        steps = getattr(schedule, key)
-        yield (steps >= 1 and type(steps) is not int, key,
-               "must be a whole number of steps, or from 0 to below 1, a part of the run")
     for i, stage in enumerate(stages, 1):
         weights, start, end = f"stage{i}.mtp_start stage{i}.mtp_end", stage.mtp_start, stage.mtp_end
         yield len(start) != len(end), weights, "both need the same length"
