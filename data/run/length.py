@@ -80,7 +80,7 @@ def total_tokens(schedule) -> int:
 
 def in_steps(period, total) -> int:
     """A number of steps, which below 1 is given as a part of the `total`."""
-    return int(period) if period >= 1 else round(period * total)
+    return period if period >= 1 else round(period * total)
 
 
 def momentum_steps(schedule) -> tuple[int, int]:
