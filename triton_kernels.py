@@ -213,7 +213,7 @@ def _number(x):
 
 @triton.jit
 def _load(X, n, d, N, D):
-    """Tile (rows n, columns d) of X (N, D), zeros beyond the edges."""
+    """Tile (rows n, columns d) of X (N, D), zeros beyond the edges. _tile: the same in fp32."""
     return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -223,18 +223,26 @@ def _tile(X, n, d, N, D):
 
 
 @triton.jit
+def _store(X, x, n, d, N, D):
+    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
+             mask=(n < N)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _store_codes(Codes, CodesT, x, inverse_scale, m, n, M, N):
+    """Codes of the tile x (rows m, columns n) of a matrix (M, N), and the transposed codes (N, M)."""
+    codes = _saturate(x.to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
+    _store(Codes, codes, m, n, M, N)
+    _store(CodesT, tl.trans(codes), n, m, N, M)
+
+
+@triton.jit
 def _matrix_tile(X, m, k, M, K, ROWS, COLUMNS):
     """(ROWS, COLUMNS) tile of X (M, K) from row m and column k on, zeros beyond the edges; X: see _matrix_tiles."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([m, k])
     else:
         return _load(X, m + tl.arange(0, ROWS), k + tl.arange(0, COLUMNS), M, K)
-
-
-@triton.jit
-def _store(X, x, n, d, N, D):
-    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
-             mask=(n < N)[:, None] & (d < D)[None, :])
 
 
 def _matrix_tiles(x, rows, columns):
@@ -308,7 +316,7 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr
             sign = tl.load(SignIds + order * N + token, mask=token < N, other=0)
             x *= tl.load(Signs + sign.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
         total += x
-    tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
+    _store(Out, total, token, column, N, D)
 
 
 @operation(signed_rows_ref, any_dtype=True, table="R D: bf16 fp32", ids="M: int32", signs="?S D: bf16 fp32",
@@ -396,8 +404,7 @@ def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds
             total += tl.sum(x, axis=0)
         tl.store(target, (total + old).to(Grad.dtype.element_ty), mask=adds[:, None] & within)
         if tl.min(piece, axis=0) < in_groups:
-            tl.store(Sums + piece.to(tl.int64)[:, None] * D + column[None, :], total,
-                     mask=(piece < in_groups)[:, None] & within)
+            _store(Sums, total, piece, column, in_groups, D)
         piece, begin, end, id = next_piece, next_begin, next_end, next_id
 
 
@@ -958,11 +965,8 @@ def _gate_inputs(X, Ve, t, N, c, FROM_X, C):
 @triton.jit
 def _store_gate(gate_input, W, Gate, t, N, h, c, H, C, SCALE):
     """Gate = SCALE · σ(gate_input Wᵀ), gate_input (tokens, channels)."""
-    w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0)
-    gate = SCALE * tl.sigmoid(tl.dot(gate_input, tl.trans(w), input_precision="ieee"))
-    gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
-    tl.store(gate_ptrs, gate.to(Gate.dtype.element_ty), mask=gate_mask)
+    w = _load(W, h, c, H, C)
+    _store(Gate, SCALE * tl.sigmoid(tl.dot(gate_input, tl.trans(w), input_precision="ieee")), t, h, N, H)
 
 
 @triton.jit
@@ -979,16 +983,10 @@ def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: constexpr, H: constex
 @triton.jit
 def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H, C, SCALE):
     """Gradient of gate_input (tokens, channels); stores these tokens' part of the gradient of W to dW (parts, H, C)."""
-    dW += tl.program_id(0) * H * C
-    gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
-    gate = tl.load(gate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
-    dgate_ptrs, _ = _gate_ptrs((dGate, H), t, N, h, 0, H)
-    dgate = tl.load(dgate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
+    gate, dgate, w = _tile(Gate, t, h, N, H), _tile(dGate, t, h, N, H), _load(W, h, c, H, C)
     dlogit = (dgate * gate * (1 - gate / SCALE)).to(gate_input.dtype)
-    w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0)
-    dw_ptrs, _ = _gate_ptrs((dW, C), h, H, c, 0, C)
-    tl.store(dw_ptrs, tl.dot(tl.trans(dlogit), gate_input, input_precision="ieee"), mask=w_mask)
+    dw = tl.dot(tl.trans(dlogit), gate_input, input_precision="ieee")
+    _store(dW + tl.program_id(0) * H * C, dw, h, c, H, C)
     return tl.dot(dlogit, w, input_precision="ieee")
 
 
@@ -1541,12 +1539,9 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
     tiles = tl.cdiv(N, BLOCK_N)
     m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
     first = matrix.to(tl.int64) * M * N
-    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
-    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
-    tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
-    tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
+    x = _load(X + first, m, n, M, N)
+    _store_codes(Codes + first, CodesT + first, x, tl.div_rn(1.0, scale), m, n, M, N)
 
 
 # x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
@@ -1724,23 +1719,21 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
         a, b = _matrix_tile(A, m0, k, M, K, BLOCK_M, BLOCK_K), _matrix_tile(B, n0, k, N, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
     m, n = m0.to(tl.int64) + tl.arange(0, BLOCK_M), n0.to(tl.int64) + tl.arange(0, BLOCK_N)
-    place, in_tile = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
     if Post is None:
         post: constexpr = None
     else:
-        post = tl.load(Post + place, mask=in_tile, other=0.0)
+        post = _load(Post, m, n, M, N)
     if OutT is None:
-        tl.store(Out + place, _tile_result(acc, post, None, Out.dtype.element_ty), mask=in_tile)
+        _store(Out, _tile_result(acc, post, None, Out.dtype.element_ty), m, n, M, N)
     else:
         scale, unit, to_code = _tile_scales(Scales)
         value = _tile_result(acc, post, scale, tl.float32)
         largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
         tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
         value *= to_code
-        tl.store(Out + place, _saturate(value, Out.dtype.element_ty), mask=in_tile)
+        _store(Out, _saturate(value, Out.dtype.element_ty), m, n, M, N)
         # The kernel transposes the values and then rounds them again, for the reason that _store_qkv_grad gives.
-        codes_t = _saturate(tl.trans(value), Out.dtype.element_ty)
-        tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
+        _store(OutT, _saturate(tl.trans(value), Out.dtype.element_ty), n, m, N, M)
 
 
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
@@ -3306,15 +3299,6 @@ def _times(Factor, x, n, N):
 
 
 @triton.jit
-def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
-    """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
-    codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
-    _store(Codes, codes, n, d, N, D)
-    tl.store(CodesT + d.to(tl.int64)[:, None] * N + n[None, :], tl.trans(codes),
-             mask=(d < D)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
 def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: constexpr,
                 D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
     # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream, set if
@@ -3342,7 +3326,7 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
             if First is not None and i == 0:
                 _store(First, normed, n, d, N, CHANNELS)
             if Codes is not None:
-                _store_codes(Codes, CodesT, normed, inverse_scale, n, d, N, D)
+                _store_codes(Codes, CodesT, normed.to(tl.bfloat16), inverse_scale, n, d, N, D)
 
 
 @triton.jit
@@ -3381,7 +3365,7 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         if G is not None:
             _store(G, g, n, d, N, D)
         if Codes is not None:
-            _store_codes(Codes, CodesT, g, inverse_scale, n, d, N, D)
+            _store_codes(Codes, CodesT, g.to(tl.bfloat16), inverse_scale, n, d, N, D)
         for k in tl.static_range(len(dStreams)):
             _store(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D)
         sums = ()
