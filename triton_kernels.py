@@ -1738,11 +1738,9 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
 # fetching warp copies the operands of all tiles, step by step, into a ring of STAGES stages in shared memory.
-# Its arguments travel as one tuple `args`:
 #   A, B, Post, Out, OutT   TMA descriptors of the tensors; for None and the other arguments see _mlp_kernel
 #   a_ring, b_ring          (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
 #   tiles, tiles_t          (2, BLOCK_M, BLOCK_N) and transposed: post and then the result of each warp group
-#   full, free, posts, turn barriers: of the stages the first two, of the warp groups the others
 #
 #   barrier   who arrives                                             who waits, and why
 #   full      the copy engine: both operands of the stage are there   the warp group whose step uses the stage, to read
@@ -1755,13 +1753,12 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 # (0, 1, ...) of a barrier waits for phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
 
 @gluon.jit
-def _mlp_fetch(args):
+def _mlp_fetch(A, B, Out, a_ring, b_ring, full, free):
     """The fetching warp: copies the operands of every step of every tile of this program into the ring."""
-    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
+    STAGES: constexpr = a_ring.shape[0]
     BLOCK_M: constexpr = a_ring.shape[1]
     BLOCK_N: constexpr = b_ring.shape[1]
     BLOCK_K: constexpr = a_ring.shape[2]
-    STAGES: constexpr = a_ring.shape[0]
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns, gl.num_programs(0)):
@@ -1775,12 +1772,12 @@ def _mlp_fetch(args):
 
 
 @gluon.jit
-def _mlp_multiply(args, ME):
+def _mlp_multiply(ME, args):
     """Warp group ME (0 or 1): products and epilogue of every second tile of this program."""
-    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
+    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, tiles, tiles_t, full, free, posts, turn = args
+    STAGES: constexpr = a_ring.shape[0]
     BLOCK_M: constexpr = a_ring.shape[1]
     BLOCK_N: constexpr = b_ring.shape[1]
-    STAGES: constexpr = a_ring.shape[0]
     LAYOUT: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     steps = gl.cdiv(A.shape[1], a_ring.shape[2])
@@ -1806,7 +1803,7 @@ def _mlp_multiply(args, ME):
         # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
         mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
+        for k in range(steps):
             stage = now % STAGES
             mbarrier.wait(full.index(stage), now // STAGES & 1)
             b = b_ring.index(stage).permute((1, 0))
@@ -1865,21 +1862,25 @@ def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: constexp
         mbarrier.init(posts.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
-    args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
-    gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
-                       [240, 24])
+    args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, tiles, tiles_t, full, free, posts, turn)
+    gl.warp_specialize([(_mlp_multiply, (0, args)), (_mlp_multiply, (1, args)),
+                        (_mlp_fetch, (A, B, Out, a_ring, b_ring, full, free))], [4, 1], [240, 24])
 
 
-def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
-    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N), for codes (N, M). Returns out."""
-    (M, N), K, dtype = out.shape, a.size(1), E4M3 if scales else a.dtype
+def _relu_square(a, b, post=None, scales=None, largest=None):
+    """a (M, K), b (N, K) -> (relu(a bᵀ)² (M, N), None); with post (M, N) -> (2 (a bᵀ) √post, None). With scales of a,
+    b, the result, and post or None: of codes, the codes of the result and their transpose; `largest` is raised."""
+    (M, K), N, dtype, out_t = a.shape, len(b), E4M3 if scales else a.dtype, None
+    out = a.new_empty(M, N, dtype=a.dtype if not scales else E4M3 if post is None else E5M2)
+    if scales:  # the maximum is seen as int32: bits of nonnegative numbers are ordered as the numbers; NaN is largest
+        out_t, largest = out.new_empty(N, M), largest.view(torch.int32)
     hopper = dtype in MLP_HOPPER and _is_hopper(a.device)
     launch = (MLP_HOPPER if hopper else MLP_LAUNCH)[dtype]
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
-        return out
+        return out, out_t
     if any(t.data_ptr() % 16 for t in (a, b)):
         raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
     if scales and post is not None:
@@ -1892,17 +1893,12 @@ def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
         blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"),
         None if post is None else blocks(post, "BLOCK_M", "BLOCK_N"), blocks(out, "BLOCK_M", "BLOCK_N"),
         None if out_t is None else blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
-    return out
-
-
-def _relu_square(a, b, post=None):
-    """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
-    return _launch_mlp(a, b, post, a.new_empty(len(a), len(b)))
+    return out, out_t
 
 
 class _Mlp(_Function):
     def forward(ctx, x, W1, W2):
-        post = _relu_square(x, W1)
+        post, _ = _relu_square(x, W1)
         ctx.save_for_backward(x, W1, W2, post)
         ctx.parts = _parts(W1, W2)
         return post @ W2
@@ -1912,7 +1908,7 @@ class _Mlp(_Function):
         dW1, dW2 = (_part(of_w, x, *W1.shape) for of_w in ctx.parts)
         # First: a product gives a new thread of autograd the CUDA context that descriptors need.
         dW2 = torch.mm(post.mT, grad, out=dW2)
-        dpre = _relu_square(grad, W2, post)
+        dpre, _ = _relu_square(grad, W2, post)
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
@@ -1962,18 +1958,11 @@ def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None,
     return codes, codes.mT.contiguous()
 
 
-def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
-    """Launch the kernel that computes relu_square_codes_ref."""
-    shape, dtype = (len(a), len(b)), E4M3 if post is None else E5M2
-    out, out_t = (torch.empty(size, dtype=dtype, device=a.device) for size in (shape, shape[::-1]))
-    # Kernels see the maximum as int32: the bits of nonnegative numbers are ordered as the numbers, and NaN is largest.
-    _launch_mlp(a, b, post, out, out_t, (scale_a, scale_b, scale_out, scale_post), largest.view(torch.int32))
-    return out, out_t
-
-
-def relu_square_codes(a, *others):
+def relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
     """relu_square_codes_ref, or its kernel on a GPU. On Hopper, K, M and N are multiples of 16."""
-    return (relu_square_codes_ref if _takes_ref(a) else _relu_square_codes)(a, *others)
+    if _takes_ref(a):
+        return relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post, scale_post)
+    return _relu_square(a, b, post, (scale_a, scale_b, scale_out, scale_post), largest)
 
 
 class _MlpFp8(_Function):
