@@ -136,23 +136,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 IMPLEMENTATIONS = {}  # operation -> {name: implementation}; a GPU takes the first, a CPU "torch"
 
 
-def _contract(**texts):
-    """{argument: text} -> {argument: (whether None is allowed, axes, dtypes, layout)}; see `operation`."""
-    found = {}
+@functools.cache
+def _parsed(text):
+    """(axes, dtypes, layout) of the text of an argument; see `operation`."""
+    axes, _, words = text.removeprefix("?").partition(":")
+    dtypes = tuple(DTYPES[word] for word in words.split() if word in DTYPES)
+    return axes.split(), dtypes, " ".join(word for word in words.split() if word not in DTYPES)
+
+
+def _require(op, texts, given, sizes, dtype, device):
+    """Raise a ValueError unless the tensors {argument: tensor} are as the texts say. sizes {letter: size} gets new
+    ones."""
     for name, text in texts.items():
-        axes, _, words = text.removeprefix("?").partition(":")
-        dtypes = tuple(DTYPES[word] for word in words.split() if word in DTYPES)
-        layout = " ".join(word for word in words.split() if word not in DTYPES)
-        found[name] = text[0] == "?", axes.split(), dtypes, layout
-    return found
-
-
-def _require(op, contract, given, sizes, dtype, device):
-    """Raise a ValueError unless the tensors {argument: tensor} keep a contract. sizes {letter: size} gets new ones."""
-    for name, (optional, axes, dtypes, layout) in contract.items():
-        tensor = given.get(name)
+        tensor, (axes, dtypes, layout) = given.get(name), _parsed(text)
         if tensor is None:
-            if optional:
+            if text[0] == "?":
                 continue
             raise ValueError(f"{op}: {name} must be a tensor, got None")
         shape, batch = list(tensor.shape), tensor.ndim - len(axes) + 1
@@ -183,15 +181,14 @@ def operation(reference, any_dtype=False, label=None, check=lambda **given: None
     `_takes_ref`."""
     def decorate(wrapper):
         op, names = reference.__name__.removesuffix("_ref"), reference.__code__.co_varnames
-        contract = _contract(**texts)
 
         @functools.wraps(reference)
         def checked(*args, **options):
             given = dict(zip(names, args)) | options
-            first, *others = (given[name] for name in contract if given.get(name) is not None)
+            first, *others = (given[name] for name in texts if given.get(name) is not None)
             fields = {f"{name}.{field}": x for name, value in given.items() if hasattr(value, "_asdict")
                       for field, x in value._asdict().items()}
-            _require(op, contract, given | fields, {}, first.dtype, first.device)
+            _require(op, texts, given | fields, {}, first.dtype, first.device)
             if fault := check(**given):
                 raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
@@ -1423,25 +1420,24 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
 
 def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
-    rows = 2 * width + d
-    if D * x.element_size() % 16:
-        return f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}"
-    if N == 0 or weight.shape != (H * rows, D) or paired and H % 2:
-        return (f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v) weight must be ({rows} H, {D}),"
-                f" H even in paired layers, got {tuple(weight.shape)}")
-    if narrow and (offset or d < 32):
-        return f"a narrow layer has no offset, and d is at least 32; got d = {d}, offset={offset}"
-    if rotary.size(0) < N * (1 + paired):
-        return f"rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}"
-    if d & (d - 1) or d < 16:
-        return f"head width must be a power of two and at least 16, got {d}"
-    if w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
-        return f"w_out must be ({H}, C), C even and at most {min(D, H * d)}, got {tuple(w_out.shape)}"
-    if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
-        got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
-        return f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got {got[0]} and {got[1]}"
-    if codes is not None and any(size % 16 for size in (N, *weight.shape)):
-        return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
+    rows, positions, most = 2 * width + d, N * (1 + paired), min(D, H * d)
+    got = [None if u is None else tuple(u.shape) for u in (weight, rotary, w_out, ve, w_ve)]
+    faults = (
+        (D * x.element_size() % 16, f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}"),
+        (N == 0 or weight.shape != (H * rows, D) or paired and H % 2,
+         f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v) weight must be ({rows} H, {D}), H even"
+         f" in paired layers, got {got[0]}"),
+        (narrow and (offset or d < 32),
+         f"a narrow layer has no offset, and d is at least 32; got d = {d}, offset={offset}"),
+        (rotary.size(0) < positions, f"rotary must have {positions} rows, got {got[1]}"),
+        (d & (d - 1) or d < 16, f"head width must be a power of two and at least 16, got {d}"),
+        (w_out.size(0) != H or w_out.size(1) > most or w_out.size(1) % 2,
+         f"w_out must be ({H}, C), C even and at most {most}, got {got[2]}"),
+        ((ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d,
+         f"ve must be {(N, H * d)} and w_ve {got[2]}, or both None, got {got[3]} and {got[4]}"),
+        (codes is not None and any(size % 16 for size in (N, *weight.shape)),
+         f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {got[0]}"))
+    return next((words for wrong, words in faults if wrong), None)
 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
@@ -1545,7 +1541,7 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
 
 
 # x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
-WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
+WEIGHT_CODES = dict(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
@@ -1996,8 +1992,6 @@ class Fp8Mlps(WeightCodes):
     the gradient of y comes as codes, see `mix`.
     bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` also
     after every optimizer step that changes no weights."""
-    contract = _contract(x="?N D", W1="F D", W2="F D")
-
     def __init__(self, bank, loss_scale):
         self.loss_scale, count, device = loss_scale, len(bank), bank.device
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
@@ -2040,8 +2034,8 @@ class Fp8Mlps(WeightCodes):
 
     def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
         F, D = self.codes.shape[2:]
-        given = dict(W1=W1, W2=W2) if codes else dict(x=x, W1=W1, W2=W2)
-        _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
+        given, texts = dict(x=None if codes else x, W1=W1, W2=W2), dict(x="?N D", W1="F D", W2="F D")
+        _require("Fp8Mlps", texts, given, {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, scales or (*self.pairs[i, :, 0],), self, i, codes, grad_codes)
@@ -2725,31 +2719,27 @@ GRAM_LAUNCH = {
 }
 
 
-def _mirror_lower(product, out):
-    """out = the lower half of product, mirrored."""
+def _mirror_lower(product, out, scale, power=1):
+    """out = scale (n,), None for 1, to this power, times the lower half of product (n, M, M), mirrored."""
+    product = product if scale is None else scale.view(-1, 1, 1)**power * product
     return out.copy_(product.tril() + product.tril(-1).mT)
-
-
-def _per_matrix(scale):
-    """scale (n,) as a factor of (n, M, M)."""
-    return 1.0 if scale is None else scale.view(-1, 1, 1)
 
 
 def XXT_ref(X, out, scale=None):
     """out = s² X Xᵀ; returns out."""
-    return _mirror_lower(_per_matrix(scale)**2 * (_at_least_fp32(X) @ _at_least_fp32(X).mT), out)
+    return _mirror_lower(_at_least_fp32(X) @ _at_least_fp32(X).mT, out, scale, 2)
 
 
 def XTX_ref(X, out, scale=None):
     """out = s² Xᵀ X; returns out."""
-    return _mirror_lower(_per_matrix(scale)**2 * (_at_least_fp32(X).mT @ _at_least_fp32(X)), out)
+    return _mirror_lower(_at_least_fp32(X).mT @ _at_least_fp32(X), out, scale, 2)
 
 
 def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
     """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     P = _at_least_fp32(P)
     eye = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
-    return _mirror_lower(_per_matrix(scale) * (c * (P @ P.mT) + b * P + a * eye), out)
+    return _mirror_lower(c * (P @ P.mT) + b * P + a * eye, out, scale)
 
 
 @triton.jit
@@ -2834,24 +2824,19 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     return out
 
 
-def _separate(target, source):
-    """A check that no tensor is given twice, because the kernel reads `source` while it writes `target`."""
-    def check(**given):
-        tensors = [id(x) for x in given.values() if isinstance(x, Tensor)]
-        if len({*tensors}) < len(tensors):
-            return f"{target} must not be {source}, which is read while {target} is written"
-    return check
+def _separate(**given):
+    """A check that the first tensor, which a kernel reads while it writes another, is not the other, too."""
+    source, *others = (name for name, x in given.items() if isinstance(x, Tensor))
+    return next((f"{name} must not be {source}, which is read while {name} is written" for name in others
+                 if given[name] is given[source]), None)
 
 
-_out_is_new = _separate("out", "the input")
-
-
-XXT = operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+XXT = operation(XXT_ref, check=_separate, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
     lambda X, out, scale=None: _launch_gram("XXT", X, -2, out, scale))
-XTX = operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")(
+XTX = operation(XTX_ref, check=_separate, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")(
     lambda X, out, scale=None: _launch_gram("XTX", X, -1, out, scale))
 ba_plus_cAA = operation(
-    ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+    ba_plus_cAA_ref, check=_separate, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
     lambda P, c, b, out, a=0.0, scale=None: _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True))
 
 
@@ -3149,7 +3134,6 @@ def polar_express(X, scale, ops, steps=5):
 # Tensors without memory, one NaN expanded, stand for what is never written: the sums of add_later, the normed stream if
 # its reader takes codes, and its gradient if that travels as codes (GradCodes).
 
-MIX_STREAMS = _contract(stream="N D")
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
 MIX_GRAD_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=8),
                    "plain": dict(BLOCK_N=8, BLOCK_D=256, num_warps=8)}
@@ -3539,7 +3523,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
     factors, streams = zip(*terms)
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
     for stream in (*streams, *(stream for part in added for stream in part.streams)):
-        _require("mix", MIX_STREAMS, {"stream": stream}, sizes, dtype, device)
+        _require("mix", {"stream": "N D"}, {"stream": stream}, sizes, dtype, device)
     if grad_codes and factors[-1] is not None:
         raise ValueError("mix: the stream whose gradient becomes codes has a factor")
     if _takes_ref(*streams, any_dtype=True):
@@ -3812,11 +3796,11 @@ def _launch_transpose(src, dst, add):
 
 
 transpose_copy = operation(
-    transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
+    transpose_copy_ref, any_dtype=True, check=_separate,
     src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")(
     lambda src, dst: _launch_transpose(src, dst, add=False))
 transpose_add = operation(
-    transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
+    transpose_add_ref, any_dtype=True, check=_separate, src="M N: bf16 fp16 fp32 strided",
     dst="N M: strided")(lambda src, dst: _launch_transpose(src, dst, add=True))
 
 
