@@ -835,18 +835,12 @@ def _head_tiles(x, block):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block, *x.shape[2:]])
 
 
-def _empty_row_scalars(q):
-    """(H, N) fp32 for one number per query and head, with rows aligned to 16 bytes."""
-    N, H = q.shape[:2]
-    return q.new_empty((H, N + -N % 4), dtype=torch.float32)[:, :N]
-
-
 def attend(q, k, v, gate, start, end, window, scale):
     """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
     start, end (N,) int32: of document_of_tokens; `end` is for attend_backward."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
-    y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
+    y, lse = v.new_empty(v.shape), q.new_empty(H, N + -N % 4, dtype=torch.float32)[:, :N]  # rows begin at 16 bytes
     q, k, v = (_aligned_for_tma(x) for x in (q, k, v))
     _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
         _strided(q), *(_head_tiles(x, launch["BLOCK_N"]) for x in (k, v)), (gate, *gate.stride()), y, _strided(lse),
@@ -861,7 +855,7 @@ def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None,
     N, H, D = q.shape
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
-    row_dot = _empty_row_scalars(q).copy_(dgate.t())
+    row_dot = lse.new_empty_strided(lse.shape, lse.stride()).copy_(dgate.t())
     q, dy, k, v = (_aligned_for_tma(x) for x in (q, dy, k, v))
     launch = ATTENTION_LAUNCH[q.dtype]["backward" if D > 64 else "narrow_backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
@@ -1029,7 +1023,7 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
     """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `unbind`)."""
     programs, parts, grads = triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), [None, None], [None, None]
     for i, (w, of_w) in enumerate(((w_ve, of_ve), (w_out, of_out))):
-        if w is not None and (part := _part(of_w, x, programs, *w.shape)) is None:
+        if w is not None and (part := of_w and of_w(x, programs, *w.shape)) is None:
             part = grads[i] = x.new_empty(programs, *w.shape, dtype=torch.float32)
         parts[i] = None if w is None else part
     _head_gates_grad_kernel[(programs,)](
@@ -1091,29 +1085,26 @@ def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D
     tl.store(dGate + r, dgate, mask=r < rows)
 
 
-def _share_of_heads(share):
-    """What a kernel takes for share (H,) or (N, H): (tensor, stride of a token, stride of a head). None stays None."""
-    return share if share is None else (share, share.stride(0) if share.ndim == 2 else 0, share.stride(-1))
-
-
 def exclude_values(y, v, share):
     """exclude_values_ref."""
-    (N, H, d), z, block = y.shape, torch.empty_like(y), HEADS_LAUNCH["BLOCK"]
-    _exclude_values_kernel[(triton.cdiv(N * H, block),)](y, v, _share_of_heads(share), z, N * H, H, d, **HEADS_LAUNCH)
+    (N, H, d), z, share = y.shape, torch.empty_like(y), share.expand(y.shape[:2])
+    _exclude_values_kernel[(triton.cdiv(N * H, HEADS_LAUNCH["BLOCK"]),)](
+        y, v, (share, *share.stride()), z, N * H, H, d, **HEADS_LAUNCH)
     return z
 
 
 def output_grad(dz, y, v, share, gate, of_share=None):
     """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: dy is dz, and dv
     and dshare are None. of_share: the parts of share, which then get its gradient."""
-    (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
-    dy, dv, dshare, part = dz, None, None, None
+    (N, H, d), dz = y.shape, dz.reshape(y.shape).contiguous()
+    dy, dv, dshare, part, shares = dz, None, None, None, (None, None)
     if share is not None:
-        dy, dv, part = torch.empty_like(y), torch.empty_like(v), _part(of_share, y, N, H)
+        dy, dv, part = torch.empty_like(y), torch.empty_like(v), of_share and of_share(y, N, H)
         dshare = y.new_empty(N, H, dtype=torch.float32) if part is None else part
+        shares = [(x, *x.stride()) for x in (share.expand(N, H), dshare)]
     dgate = y.new_empty(N, H, dtype=torch.float32)
-    _output_grad_kernel[(triton.cdiv(N * H, block),)](
-        dz, y, v, _share_of_heads(share), gate, dy, dv, _share_of_heads(dshare), dgate, N * H, H, d, **HEADS_LAUNCH)
+    _output_grad_kernel[(triton.cdiv(N * H, HEADS_LAUNCH["BLOCK"]),)](
+        dz, y, v, shares[0], gate, dy, dv, shares[1], dgate, N * H, H, d, **HEADS_LAUNCH)
     if share is not None:
         dshare = None if part is not None else (dshare if share.ndim == 2 else dshare.sum(0)).to(share.dtype)
     return dy, dv, dshare, dgate
@@ -1397,9 +1388,9 @@ class _AttentionBlock(_Function):
                                          offset, dqkv, dqkv_t, grad_scale)
         if codes:
             dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
-            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale, out=_part(of_weight, x, *weight.shape))
+            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale, out=of_weight and of_weight(x, *weight.shape))
         else:
-            dx, dweight = dqkv @ weight, torch.mm(dqkv.t(), x, out=_part(of_weight, x, *weight.shape))
+            dx, dweight = dqkv @ weight, torch.mm(dqkv.t(), x, out=of_weight and of_weight(x, *weight.shape))
         dw_ve, dw_out = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, *of_gates)
         return None, dshare, dx, dweight.to(x.dtype), None, dve, dw_ve, dw_out, *[None] * (7 + 8 * bool(codes))
 
@@ -1901,7 +1892,7 @@ class _Mlp(_Function):
 
     def backward(ctx, grad):
         (x, W1, W2, post), grad = ctx.saved_tensors, grad.contiguous()
-        dW1, dW2 = (_part(of_w, x, *W1.shape) for of_w in ctx.parts)
+        dW1, dW2 = (of_w and of_w(x, *W1.shape) for of_w in ctx.parts)
         # First: a product gives a new thread of autograd the CUDA context that descriptors need.
         dW2 = torch.mm(post.mT, grad, out=dW2)
         dpre, _ = _relu_square(grad, W2, post)
@@ -1978,7 +1969,7 @@ class _MlpFp8(_Function):
         w2_scale, dw2_scale, x8_t, post, post_t, codes, codes_t, scales = ctx.saved_tensors
         x_scale, w1_scale, _, post_scale, g_scale, dpre_scale = scales[ctx.i, :, 0]
         g, g_t = ctx.grad_codes and ctx.grad_codes.take() or both_layouts(grad, ctx.g_scale, E5M2)
-        dW1, dW2 = (_part(of_w, grad, *ctx.shape) for of_w in ctx.parts)
+        dW1, dW2 = (of_w and of_w(grad, *ctx.shape) for of_w in ctx.parts)
         dW2 = scaled_product(post_t, g_t, post_scale, dw2_scale, out=dW2)
         dpre, dpre_t = relu_square_codes(g, codes[ctx.i, 1], g_scale, w2_scale, dpre_scale, ctx.dpre_max[ctx.i], post,
                                          post_scale)
@@ -2385,9 +2376,7 @@ def multi_token_targets(targets, count):
 # register holds two of these products as fp16, so two programs fit an SM: one reads while the other computes.
 # No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
 
-# (limit in columns, launch parameters); the first entry that fits is used.
-CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
-             (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
+CE_LAUNCH = dict(SEGMENT=2048, num_warps=16, maxnreg=64)  # up to 16384 columns, 8 warps
 LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
 
 
@@ -2574,8 +2563,8 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
             raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
-    launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
-    launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
+    launch = CE_LAUNCH | dict(SEGMENT=min(CE_LAUNCH["SEGMENT"], triton.next_power_of_2(C)))
+    launch |= dict(num_warps=8) if C <= 16384 else {}
     _cross_entropy_kernel[(n,)](
         _strided(logits), (targets, *targets.stride()), weights, losses, next_losses, _strided(grad),
         masses, grads, gate, loss_scale, code_scale, K, C=C, BLOCK_K=block_k, **launch)
@@ -3182,19 +3171,15 @@ class _Parts(_Beside):
         return self.pieces(self.left)[i]
 
 
-def _part(parts, like, *shape, adds=False):
-    """The part of a piece, by its `parts`; None: autograd gets the gradient."""
-    return parts and parts[0].part(parts[1], like, *shape, adds=adds)
-
-
 def _parts(*tensors):
-    return [getattr(x, "parts", None) for x in tensors]
+    """The functions that give memory for gradients of pieces, None for other tensors: autograd gets their gradient."""
+    return [getattr(x, "part", None) for x in tensors]
 
 
 def _as_pieces(tensors, parts):
     """The tensors, whose readers find the parts of their gradients."""
     for i, x in enumerate(tensors):
-        x.parts = parts, i
+        x.part = functools.partial(parts.part, i)
     return tensors
 
 
@@ -3393,13 +3378,13 @@ def _per_token(factors):
 
 def _dots(factors, like):
     """Where gradients per token of learned factors go, fp32: to the parts of `unbind` and `columns`, else to zeros."""
-    own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
-    return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
+    own = iter(like.new_zeros(sum(not hasattr(f, "part") for f in factors), len(like), dtype=torch.float32))
+    return [f.part(like, len(like), adds=True) if hasattr(f, "part") else next(own) for f in factors]
 
 
 def _factor_grads(factors, dots):
     """What autograd gets."""
-    return [None if hasattr(f, "parts") else (u if f.numel() == len(u) else u.sum()).view(f.shape).to(f.dtype)
+    return [None if hasattr(f, "part") else (u if f.numel() == len(u) else u.sum()).view(f.shape).to(f.dtype)
             for f, u in zip(factors, dots)]
 
 
@@ -3447,24 +3432,21 @@ class _Mix(_Function):
         `added`, then the learned factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
-        x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
-        if reader:
-            rstd = new(N, dtype=torch.float32)
-            codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if reader.scale else codes
-            first = new(N, reader.channels) if reader.channels else None
-            normed = new(N, D) if reader.whole or not reader.scale else None
+        scale, channels, whole = reader or Reader()
+        x, rstd = new(N, D), new(N, dtype=torch.float32) if reader else None
+        codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if scale else (None, None)
+        first = new(N, channels) if channels else None
+        normed = new(N, D) if reader and (whole or not scale) else None
         terms = [(f, s, False) for f, s in zip(factors, streams)]
         for part in added:
             terms += [(f, s, part.previous) for f, s in zip(part.factors, part.streams) if f is not None]
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
         _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(s for _, s, _ in terms), _per_token(f for f, _, _ in terms), x, normed, first, *codes, rstd, N,
-            1 / reader.scale if reader and reader.scale else 1.0,
-            sum(previous << k for k, (*_, previous) in enumerate(terms)), D, reader.channels if reader else 0, **launch)
+            1 / (scale or 1.0), sum(previous << k for k, (*_, previous) in enumerate(terms)), D, channels, **launch)
         ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, Tensor)]
         ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in ctx.learned))
-        ctx.factors, ctx.grad_codes, ctx.products = factors, grad_codes, products
-        ctx.tokens = len(added)
+        ctx.factors, ctx.grad_codes, ctx.products, ctx.tokens = factors, grad_codes, products, len(added)
         ctx.set_materialize_grads(False)
         if reader and normed is None:
             normed = _without_memory(x)
@@ -3580,7 +3562,7 @@ def add_later(streams, factors, previous=False):
         Added(token, kept, row, previous) for token, row in zip(results[len(streams):], factors)]
 
 
-class _FirstChannels(_Function):
+class _FirstChannels(_Function):  # (x for add_later, a copy of its first channels)
     def forward(ctx, x, channels):
         ctx.width = x.size(1)
         ctx.set_materialize_grads(False)
@@ -3595,9 +3577,7 @@ class _FirstChannels(_Function):
         return dx, None
 
 
-def first_channels(x, channels):
-    """(x for add_later, a copy of its first channels)."""
-    return _FirstChannels.apply(x, channels)
+first_channels = _FirstChannels.apply
 
 
 def token_gate_ref(first, weight, factor):
