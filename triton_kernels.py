@@ -1,14 +1,12 @@
 """Triton kernels of the trainer, each beside the plain PyTorch code that it replaces.
 
 An operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, whose decorator `operation` says and checks what
-its tensors must be; a reference `<name>_ref` in plain PyTorch with the same contract; and a Triton kernel.
-Tests and benchmarks compare kernel and reference. CPU tensors take the reference. With TRITON_INTERPRET=1 before the
-import, Triton's interpreter runs the kernels on CPU tensors, except those with bf16 products or FP8 codes, which it
-gets wrong.
+its tensors must be; a reference `<name>_ref` in plain PyTorch; and a Triton kernel. CPU tensors take the reference.
+With TRITON_INTERPRET=1 before the import, Triton's interpreter runs the kernels on CPU tensors, except those with bf16
+products or FP8 codes, which it gets wrong.
 
 Conventions
-  Importing this file only defines functions. Launch parameters are in tables; nothing is autotuned. K1 to K12 are
-  quirks of record 74 (records/record74.md).
+  Launch parameters are in tables; nothing is autotuned. K1 to K12 are quirks of record 74 (records/record74.md).
   Strides are in elements. Offsets into tensors of N·D elements or more are int64.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers, descriptors, tuples of a pointer and strides (X, Gate, dGate), or
@@ -145,8 +143,7 @@ def _parsed(text):
 
 
 def _require(op, texts, given, sizes, dtype, device):
-    """Raise a ValueError unless the tensors {argument: tensor} are as the texts say. sizes {letter: size} gets new
-    ones."""
+    """Raise a ValueError unless the tensors {argument: tensor} are as the texts say. sizes: {letter: size}, filled."""
     for name, text in texts.items():
         tensor, (axes, dtypes, layout) = given.get(name), _parsed(text)
         if tensor is None:
@@ -177,8 +174,7 @@ def operation(reference, any_dtype=False, label=None, check=lambda **given: None
     all arguments, a number is itself, "..." is any first axes, a "?" in front allows None. Dtypes: without, that of the
     first argument. Layout: "rows" (unit stride in the last axis), "strided" (any strides), or contiguous. A wrong
     tensor raises a ValueError.
-    check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
-    `_takes_ref`."""
+    check: a function of the given arguments, which returns what is wrong in words. any_dtype: see `_takes_ref`."""
     def decorate(wrapper):
         op, names = reference.__name__.removesuffix("_ref"), reference.__code__.co_varnames
 
@@ -261,28 +257,26 @@ def _strided(x):
 #   update_few_rows(p, v, last, grad, place, rows, count, ...) the same with one v per row, for a table of n-grams
 #
 #   table (P·R, D): P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R, which lookup verifies
-#   for tables of tokens. Sums are fp32 and rounded once. With n-grams of K orders, ids (K N,) has the rows of the first
-#   order for all tokens, then those of the next. A row and its gradient are multiplied by row sign_ids[t] of signs.
+#   for tables of tokens. With n-grams of K orders, ids (K N,) has the rows of the first order for all tokens, then of
+#   the next. A row and its gradient are multiplied by row sign_ids[t] of signs.
 #
 # The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
 # in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
 # At 49152 tokens update_rows takes 534 µs (the library: 1416).
-# A table of n-grams (PR 360, devenpzak) has millions of rows. Gradients of all rows would not fit the memory, so
-# FewRows has those of the rows that occurred. embedding_grad claims a place for a row when it first occurs; a counter
-# of all programs numbers the places.
+# A table of n-grams (PR 360, devenpzak) has millions of rows, whose gradients would not fit the memory. So FewRows has
+# those of the rows that occurred. embedding_grad claims the next place for a row when it first occurs.
 
-# Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
-# an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
-# no other piece. A second launch adds up the pieces of the few other ids; it cuts the columns among programs.
+# A few ids (comma, "the") occur thousands of times, too often for one program. So the positions of an id are cut into
+# pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has no other piece. A
+# second launch adds up the pieces of the few other ids; it cuts the columns among programs.
 # A program waits for memory most of the time, so it sums 4 pieces at once, BLOCK rows of each, and meanwhile loads the
 # begin of its next pieces. With a warp for 256 columns, a thread has the same columns of all rows.
 EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
 # More programs than the 8 that fit an SM (rows of 384): the first ones to end make room.
 EMBEDDING_PROGRAMS_PER_SM = {"rows": 12, "pieces": 4}
 SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
-# Most rows have no gradient, so a program walks over several. It has one warp, so all its threads have read `touched`
-# and `last` when one of them writes there.
+# Most rows have no gradient, so a program walks over several. Its one warp reads `last` before a thread writes it.
 UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
 UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
@@ -302,8 +296,7 @@ def signed_rows_ref(table, ids, orders=1, signs=None, sign_ids=None):
 
 @triton.jit
 def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr, COLUMNS: constexpr, BLOCK: constexpr):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, COLUMNS)
+    token, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     inside = (token < N)[:, None] & (column < D)[None, :]
     total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
     for order in tl.static_range(ORDERS):
@@ -435,17 +428,17 @@ def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: constexpr, ROWS
 @operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows",
            place="?T: int32", rows="?R: int32", count="?1: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    (tokens, D), N = upstream.shape, len(sorted_ids.ids)
-    if N % tokens:
-        raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
-    if len({x is None for x in (place, rows, count)}) > 1:
-        raise ValueError("embedding_grad: place, rows and count belong together")
-    if (signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N:
-        raise ValueError(f"embedding_grad: signs need a sign_id for each of the {N} ids")
-    if sorted_ids.pieces is None or sorted_ids.pieces.shape != (5, N + 1):
-        raise ValueError("embedding_grad: sorted_ids has no pieces of its ids; make them with sorted_pieces of"
-                         " data/loader.py")
-    pieces, columns, launch = sorted_ids.pieces, triton.next_power_of_2(D), EMBEDDING_LAUNCH
+    (tokens, D), N, pieces = upstream.shape, len(sorted_ids.ids), sorted_ids.pieces
+    for wrong, words in (
+            (N % tokens, f"{N} ids, but upstream has {tokens} rows"),
+            (len({x is None for x in (place, rows, count)}) > 1, "place, rows and count belong together"),
+            ((signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N,
+             f"signs need a sign_id for each of the {N} ids"),
+            (pieces is None or pieces.shape != (5, N + 1),
+             "sorted_ids has no pieces of its ids; make them with sorted_pieces of data/loader.py")):
+        if wrong:
+            raise ValueError(f"embedding_grad: {words}")
+    columns, launch = triton.next_power_of_2(D), EMBEDDING_LAUNCH
     programs = {name: _sm_count(grad.device) * number for name, number in EMBEDDING_PROGRAMS_PER_SM.items()}
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # of pieces in groups; most rows stay unused
     _sum_rows_kernel[(programs["rows"],)](
@@ -476,8 +469,7 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
 def _update_rows_kernel(P, V, Last, Touched, Grad, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                         COLUMNS: constexpr, ROWS: constexpr):
     t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
-    first, row = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    first, row, column = tl.program_id(0) * ROWS, tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = column < D
     all_touched = tl.load(Touched + first + row, mask=first + row < R, other=0).to(tl.int32)
     for i in range(tl.minimum(ROWS, R - first)):
@@ -526,8 +518,8 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
 def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                             COLUMNS: constexpr, ROWS: constexpr):
     t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
-    column = tl.arange(0, COLUMNS)
-    inside, first = column < D, tl.program_id(0) * ROWS
+    first, column = tl.program_id(0) * ROWS, tl.arange(0, COLUMNS)
+    inside = column < D
     for i in range(tl.minimum(ROWS, tl.load(Count) - first)):
         row = tl.load(Rows + first + i).to(tl.int64)
         gradient = Grad + (first + i).to(tl.int64) * D + column
@@ -706,8 +698,7 @@ def _store_tile(X, x, head, first, N, BLOCK, D):
 
 @triton.jit
 def _keys_of_queries(Start, m0, N, window, BLOCK):
-    """Keys that the queries m0 ... m0 + BLOCK - 1 see: (first of each row (BLOCK,), first and last that some row sees,
-    first that every row could see)."""
+    """Keys that the queries from m0 on see: (first of each row (BLOCK,), first and last of any row, first of all)."""
     t = m0 + tl.arange(0, BLOCK)
     last = tl.minimum(m0 + BLOCK, N) - 1
     return (tl.maximum(tl.load(Start + t, mask=t < N, other=0), t - window),
@@ -716,8 +707,7 @@ def _keys_of_queries(Start, m0, N, window, BLOCK):
 
 @triton.jit
 def _queries_of_keys(End, n0, N, window, BLOCK):
-    """Queries that see the keys n0 ... n0 + BLOCK - 1: (last of each key (BLOCK,), last that sees some key, last that
-    could see every key)."""
+    """Queries that see the keys from n0 on: (last of each key (BLOCK,), last of any key, last of all keys)."""
     s = n0 + tl.arange(0, BLOCK)
     last = tl.minimum(n0 + BLOCK, N) - 1
     return (tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window),
@@ -728,8 +718,7 @@ def _queries_of_keys(End, n0, N, window, BLOCK):
 def _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N):
     """x (BLOCK_M, BLOCK_N) with -inf where row t does not see key s; unchanged where every row sees the whole block."""
     if (n0 < to_all) | (n0 + BLOCK_N - 1 > m0):
-        t = m0 + tl.arange(0, BLOCK_M)
-        s = n0 + tl.arange(0, BLOCK_N)
+        t, s = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
         # low <= s <= t in one comparison: as uint32, a negative difference is huge.
         x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) <= (t - low).to(tl.uint32)[:, None], x, float("-inf"))
     return x
@@ -739,13 +728,11 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N):
 def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: constexpr, DV: constexpr,
                       BLOCK_M: constexpr, BLOCK_N: constexpr):
     # First the heads of a tile: programs that run together share keys in L2 and read whole tokens.
-    head = tl.program_id(0) % H
-    m0 = tl.program_id(0) // H * BLOCK_M
+    head, m0 = tl.program_id(0) % H, tl.program_id(0) // H * BLOCK_M
     scale2 = scale * LOG2_E
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK_M)
     q = _load_tile(Q, head, m0, N, BLOCK_M, D)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
+    total, acc = tl.zeros((BLOCK_M,), dtype=tl.float32), tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK_N):
         k = _load_tile(K, head, n0, N, BLOCK_N, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
@@ -756,9 +743,8 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: cons
         v = _load_tile(V, head, n0, N, BLOCK_N, DV)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     t = m0 + tl.arange(0, BLOCK_M)
-    gate_ptr, gate_stride_n, gate_stride_h = Gate
-    gate = tl.load(gate_ptr + t.to(tl.int64) * gate_stride_n + head * gate_stride_h, mask=t < N, other=1.0)
-    gate = gate.to(tl.float32)
+    gate_ptr, stride_n, stride_gate = Gate
+    gate = tl.load(gate_ptr + t.to(tl.int64) * stride_n + head * stride_gate, mask=t < N, other=1.0).to(tl.float32)
     _store_tile((Y, H * DV), acc * (gate / total)[:, None], head, m0, N, BLOCK_M, DV)
     lse, stride_h = Lse
     tl.store(lse + head.to(tl.int64) * stride_h + t, tl.log2(total) - tl.log2(gate), mask=t < N)
@@ -770,8 +756,7 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
     # Of one head. The gradient of the values adds to dV0, if given.
     dQ, dK, dV, dV0 = Grads
     tile = tl.program_id(0) // 2
-    head = tile % H
-    i0 = tile // H * BLOCK
+    head, i0 = tile % H, tile // H * BLOCK
     if tl.program_id(0) % 2 == 0:  # keys and values i0 ... i0 + BLOCK - 1
         # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
         s = i0 + tl.arange(0, BLOCK)
@@ -804,8 +789,7 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
         q = _load_tile(Q, head, i0, N, BLOCK, D)
         dy = _load_tile(dY, head, i0, N, BLOCK, DV)
         low, first_key, last_key, to_all = _keys_of_queries(Start, i0, N, window, BLOCK)
-        lse = _load_scalars(Lse, head, i0, N, BLOCK)
-        row_dot = _load_scalars(RowDot, head, i0, N, BLOCK)
+        lse, row_dot = _load_scalars(Lse, head, i0, N, BLOCK), _load_scalars(RowDot, head, i0, N, BLOCK)
         dq = tl.zeros((BLOCK, D), dtype=tl.float32)
         for n0 in range(first_key, last_key + 1, BLOCK):
             k = _load_tile(k_tiles, head, n0, N, BLOCK, D)
@@ -897,29 +881,25 @@ def document_of_tokens(cu_seqlens, N):
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
 # Replaces a GEMM and about ten passes over q, k and v: with its gradient 990 µs (compiled PyTorch: 1520).
-# Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
-# embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
-# the view of paired layers requires. Row N takes the half key that the offset moves past the end.
+# Forward: one GEMM whose tiles are a head wide, or two narrow heads, so norm, rotation, offset and value embedding work
+# on the fp32 accumulator. q and k are the contiguous planes of one tensor (2, N + 1, H, w), as the view of paired
+# layers requires. Row N takes the half key that the offset moves past the end.
 # Backward: x Wᵀ is not kept. The rotated y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ, nearly 1, per pair:
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. Sums for w_out and w_ve are per program, then over programs, so a run repeats bit
-# for bit. Only attention_block checks its arguments; the functions that it calls do not.
+# goes straight into its part of dqkv. Sums for w_out and w_ve have a fixed order. attention_block alone checks tensors.
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 
-# 128 x 128 tiles on one warp group, three stages of 32 KiB: two programs share an SM, and one finishes its tile while
-# the other multiplies.
+# Three stages of 32 KiB: two programs share an SM, and one finishes its tile while the other multiplies.
 PROJECT_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_K=64, num_warps=4, num_stages=3),
     torch.float32: dict(BLOCK_M=32, BLOCK_K=32, num_warps=4, num_stages=2),  # for tests: no tensor cores
     E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16
 }
 PROJECT_PROGRAMS_PER_SM = 2
-# 16 rows of one head each; in FP8, 32 tokens of one head.
-PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
-PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)
-# Fewer tokens per program would make more parts of dw_out and dw_ve to add up.
-GATE_LAUNCH = dict(BLOCK=128, num_warps=4)
+PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)  # 16 rows of one head each
+PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)  # 32 tokens of one head
+GATE_LAUNCH = dict(BLOCK=128, num_warps=4)  # fewer tokens would make more parts of dw_out and dw_ve to add up
 
 
 def head_gates_ref(x, ve, w_ve, w_out, paired):
@@ -1053,8 +1033,7 @@ def _tanh_of_heads(Share, r, rows, H):
 
 @triton.jit
 def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: constexpr, BLOCK: constexpr):
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, D)
+    r, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     y, v = _tile(Y, r, d, rows, D), _tile(V, r, d, rows, D)
     part = _tanh_of_heads(Share, r, rows, H) * tl.sum(y * v, 1) / tl.maximum(tl.sum(v * v, 1), _VALUE_FLOOR)
     _store(Z, y - part[:, None] * v, r, d, rows, D)
@@ -1063,8 +1042,7 @@ def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: constexpr, BLOCK: constex
 @triton.jit
 def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D: constexpr, BLOCK: constexpr):
     # Gradients of y, v and share, and of the output gate, which has multiplied y. Without Share, dY is dZ.
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, D)
+    r, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     dy, y = _tile(dZ, r, d, rows, D), _tile(Y, r, d, rows, D)
     if Share is not None:
         dz, v, tanh = dy, _tile(V, r, d, rows, D), _tanh_of_heads(Share, r, rows, H)
@@ -1169,15 +1147,14 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
     # X and W are codes if there are scales. Qk and Ve: a pointer and a stride.
     qk, stride_part = Qk
     HALF: constexpr = D // 2
+    TILES: constexpr = 2 * H if NARROW else 3 * H
     c = tl.arange(0, HALF)[None, :]
     if Scales is not None:
         scale = tl.load(Scales[0]) * tl.load(Scales[1])
-    TILES: constexpr = 2 * H if NARROW else 3 * H
     # First the heads of a row block: programs that run together share rows of x in L2. One loop over tiles and K, so
     # that the first loads of a tile are under way while the tile before is finished.
     for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
-        first = i // TILES * BLOCK_M
-        tile = i % TILES
+        first, tile = i // TILES * BLOCK_M, i % TILES
         acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             x = _matrix_tile(X, first, k, N, K, BLOCK_M, BLOCK_K)
@@ -1186,8 +1163,7 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
         if Scales is not None:
             acc *= scale
         # (part, h) is the head of the lower half of the columns, (next_part, next_h) that of the upper half. Part 0 is
-        # q, 1 is k, 2 is v. Only tiles of q and k in narrow layers have two heads. With an odd H, one tile has the last
-        # head of q and the first head of k.
+        # q, 1 is k, 2 is v. Tiles of q and k in narrow layers have two heads, with odd H one tile a head of q and of k.
         if NARROW:
             part = tl.minimum(2 * tile // H, 2)
             h = tl.where(part == 2, tile - H, 2 * tile % H)
@@ -1198,8 +1174,7 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
             part, h = tile // H, tile % H
         # Masks instead of branches on `part`, which would keep Triton from joining both loops into one pipelined loop.
         t = first + tl.arange(0, BLOCK_M)
-        token = t.to(tl.int64)[:, None]
-        inside = (t < N)[:, None]
+        token, inside = t.to(tl.int64)[:, None], (t < N)[:, None]
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         row = 2 * t + h % 2 if PAIRED else t  # of the rotary table
         if NARROW:
@@ -1258,9 +1233,8 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
     """Stores the gradient of the projection to q or k, from the gradient dY, a pointer and the stride of a row, of the
     normed Y (N, H, D), whose first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads."""
     dy_ptr, stride_dy = dY
-    c = tl.arange(0, D)[None, :]
+    c, inside = tl.arange(0, D)[None, :], (t < N)[:, None]
     column = (h * D)[:, None] + c
-    inside = (t < N)[:, None]
     came_from = t[:, None].to(tl.int64)
     if OFFSET:
         came_from += (c >= D // 2)
@@ -1287,8 +1261,8 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: constexpr,
                          OFFSET: constexpr, NARROW: constexpr, COPY: constexpr, H: constexpr, D: constexpr,
                          BLOCK: constexpr):
-    # dQ, dK, dV and Ve: a pointer and the stride of a row; dQkv: see _store_qkv_grad. Grid axis 0: q, k or v. The rows
-    # are on axes 1 and 2, because either axis is limited to 65535 programs.
+    # dQ, dK, dV and Ve: a pointer and the stride of a row; dQkv: see _store_qkv_grad. Grid axis 0: q, k or v. Axes 1
+    # and 2, which are limited to 65535 programs, have the rows.
     part = tl.program_id(0)
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     if dQkv[1] is None:
@@ -1304,13 +1278,12 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
         _norm_rotary_grad(dK, K, dQkv, Rstd + N * H, Rotary, t, h, N, stride, H * WIDTH, PAIRED, OFFSET, D // 2, H,
                           WIDTH, BLOCK)
     else:
-        token = t.to(tl.int64)[:, None]
-        dv = tl.load(dV[0] + token * dV[1] + ((h * D)[:, None] + tl.arange(0, D)[None, :]), mask=token < N, other=0.0)
+        token, column = t.to(tl.int64)[:, None], (h * D)[:, None] + tl.arange(0, D)[None, :]
+        dv = tl.load(dV[0] + token * dV[1] + column, mask=token < N, other=0.0)
         if COPY:
             _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
             dv = dv.to(tl.float32)
-            column = (h * D)[:, None] + tl.arange(0, D)[None, :]
             gate = tl.load(Gate + (t * H + h), mask=t < N, other=0.0).to(tl.float32)
             ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
             tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
@@ -1455,9 +1428,9 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
 #   WeightCodes, Fp8Projections                                codes of weights; of section 3's projection
 #
-# Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
-# stays NaN. Operands of the forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the
-# summed axis, so a tensor that enters two products is stored in both layouts.
+# A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN stays NaN. Operands of the
+# forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the summed axis, so a tensor
+# that enters two products is stored in both layouts.
 # A scale is static (a constant), exact (the largest weight of a matrix / 448, after every update), or delayed (from the
 # largest value of the last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
 
@@ -1472,8 +1445,7 @@ def x8_scale(D) -> float:
 
 
 def transposed(codes):
-    """A new tensor (N, M), the transpose of codes (M, N). --kernels does not choose for it: where the kernel is faulty,
-    the trial of FP8 also finds this, and FP8 is off."""
+    """A new tensor (N, M), the transpose of codes (M, N), by the kernel: the trial of FP8 finds its faults, too."""
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
@@ -1536,8 +1508,7 @@ WEIGHT_CODES = dict(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
-    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given. The interpreter
-    is exact only for values that FP8 holds."""
+    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given."""
     given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
     _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
@@ -1585,7 +1556,6 @@ class WeightCodes:
 #   dx = dqkv W        dqkv e5m2 (static), W                         bf16, then the gradients of the gates are added
 #   dW = dqkvᵀ x       dqkv, x (static, times factor)                bf16
 #
-#   N, D and the rows of W are multiples of 16.
 # attention_block takes the bf16 weight only to give it a gradient. `scaled_weights` makes the gradient of the factor.
 
 
@@ -1636,15 +1606,14 @@ class Fp8Projections(WeightCodes):
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
 # Each product is rounded to the dtype, then post and dpre once more, as in mlp_ref. The square and its derivative are
-# the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four products. The forward pass keeps x
-# and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072,
-# relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
+# the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four. The forward pass keeps x and post:
+# for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)²
+# takes 394 µs (product and compiled pass: 523).
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
-# Hopper: one warp fetches, and two warp groups take turns tile by tile: one multiplies while the other finishes its
-# tile. 5 stages of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. The latter hold post and
-# then the result, in FP8 half of them each for the codes and the transposed codes. num_warps is that of a warp group.
+# Hopper: one warp fetches, and two warp groups take turns: one multiplies while the other finishes its tile. 5 stages
+# of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. num_warps is that of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
               E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)}
 
@@ -1766,8 +1735,7 @@ def _mlp_multiply(ME, args):
     BLOCK_M: constexpr = a_ring.shape[1]
     BLOCK_N: constexpr = b_ring.shape[1]
     LAYOUT: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
-    columns = gl.cdiv(Out.shape[1], BLOCK_N)
-    steps = gl.cdiv(A.shape[1], a_ring.shape[2])
+    columns, steps = gl.cdiv(Out.shape[1], BLOCK_N), gl.cdiv(A.shape[1], a_ring.shape[2])
     buffer = tiles.index(ME)
     if OutT is None:
         scale: constexpr = None
@@ -1779,8 +1747,7 @@ def _mlp_multiply(ME, args):
     count = 0  # counts the tiles of this warp group
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns,
                       2 * gl.num_programs(0)):
-        m = tile // columns * BLOCK_M
-        n = tile % columns * BLOCK_N
+        m, n = tile // columns * BLOCK_M, tile % columns * BLOCK_N
         if Post is not None:  # the copy engine loads post while the other warp group multiplies
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
@@ -1868,8 +1835,6 @@ def _relu_square(a, b, post=None, scales=None, largest=None):
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
         return out, out_t
-    if any(t.data_ptr() % 16 for t in (a, b)):
-        raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
     if scales and post is not None:
         post = post.view(out.dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
 
@@ -1908,7 +1873,7 @@ mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x,
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
 #   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, scales)     replaces mlp(x, W1, factor · W2); scales contain the factor
 #
-#   product           operands (scale)                         result
+#   product           operands (scale)                         result; N, D and F are multiples of 16
 #   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)            post = relu(bf16(pre))², e4m3 codes (delayed)
 #   y = post W2       post, W2 e4m3 (exact, times factor)      bf16, with fast accumulation
 #   dW2 = postᵀ g     post, g e5m2 (static, times factor)         bf16
@@ -1916,16 +1881,13 @@ mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x,
 #   dW1 = dpreᵀ x     dpre, x                                  bf16
 #   dx = dpre W1      dpre, W1                                 bf16
 #
-#   N, D and F are multiples of 16; x is RMS-normed; W1 and W2 are the matrices i of the bank. Gradient of the factor:
-#   see `scaled_weights`.
-#
+# x is RMS-normed; W1 and W2 are the matrices i of the bank. `scaled_weights` makes the gradient of the factor.
 # Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for post and
 # dpre, whose sums have only D terms. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
 # The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
 # stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
-# the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
-# PR 363 (Warpscale).
+# the epilogue: PR 349 (ANVIL), record 92. Delayed scales: PR 344 (Glitchfix); maxima in the kernel: PR 363 (Warpscale).
 
 HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that of the step before by this factor
 POST_FLOOR, DPRE_FLOOR = 1e-6, 1e-12  # least delayed scales
@@ -2113,8 +2075,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
         k = _load_tile(K, 0, n0, N, BLOCK, D)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
-        x = _mask_later(x, low, s, t)
+        x = _mask_later(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2, low, s, t)
         higher = tl.maximum(top, tl.max(x, 1))
         fade = tl.exp2(top - higher)
         p = tl.exp2(x - higher[:, None])
@@ -2124,8 +2085,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
             copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
             hit = (copied[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
             new_sums += (sums[j] * fade + tl.sum(tl.where(hit, p, 0.0), 1),)
-        sums = new_sums
-        top = higher
+        sums, top = new_sums, higher
     tl.store(Lse + t, top + tl.log2(total), mask=t < N)
     tl.store(SinkMass + t, tl.exp2(sink - top) / total, mask=t < N)
     for j in tl.static_range(COUNT):
@@ -2159,8 +2119,7 @@ def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End
         for m0 in range(i0, last_query + 1, BLOCK):
             t = m0 + tl.arange(0, BLOCK)
             q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
-            lse = tl.load(Lse + t, mask=t < N, other=0.0)
-            dot = tl.load(Dot + t, mask=t < N, other=0.0)
+            lse, dot = tl.load(Lse + t, mask=t < N, other=0.0), tl.load(Dot + t, mask=t < N, other=0.0)
             x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
             # s < t <= high in one comparison
             seen = (t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None]
@@ -2172,14 +2131,12 @@ def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End
         t = i0 + tl.arange(0, BLOCK)
         low, first_key, last_key, _ = _keys_of_queries(Start, i0, N, window, BLOCK)
         q = _load_tile((Q, D, D), 0, i0, N, BLOCK, D)
-        lse = tl.load(Lse + t, mask=t < N, other=0.0)
-        dot = tl.load(Dot + t, mask=t < N, other=0.0)
+        lse, dot = tl.load(Lse + t, mask=t < N, other=0.0), tl.load(Dot + t, mask=t < N, other=0.0)
         dq = tl.zeros((BLOCK, D), dtype=tl.float32)
         for n0 in range(first_key, last_key + 1, BLOCK):
             s = n0 + tl.arange(0, BLOCK)
             k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
-            x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-            x = _mask_later(x, low, s, t)
+            x = _mask_later(tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E), low, s, t)
             grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
             dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
         _store_tile((dQ, D), dq * scale, 0, i0, N, BLOCK, D)
@@ -2447,8 +2404,7 @@ def _lifted_exp(u):
 def _read_row(Row, C, SEGMENT, KEEP):
     """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The
     two columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
-    col = tl.arange(0, SEGMENT)
-    even = 2 * tl.arange(0, SEGMENT // 2)
+    col, even = tl.arange(0, SEGMENT), 2 * tl.arange(0, SEGMENT // 2)
     total = tl.zeros((SEGMENT // 2,), dtype=tl.float32)
     unscaled = ()
     for start in tl.static_range(0, C, SEGMENT):
@@ -2457,15 +2413,12 @@ def _read_row(Row, C, SEGMENT, KEEP):
         else:
             x = tl.load(Row + start + col, mask=start + col < C, other=0.0)
         xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
-        da = 1.0 + tl.exp2(_exponent(xa))
-        db = 1.0 + tl.exp2(_exponent(xb))
+        da, db = 1.0 + tl.exp2(_exponent(xa)), 1.0 + tl.exp2(_exponent(xb))
         # 1 / (da db) as a squared rsqrt, because Triton's 1/x is several instructions.
         r = tl.rsqrt(da * db)
         r = r * r
-        ua = r * db
-        ub = r * da
-        ea = _lifted_exp(ua)
-        eb = _lifted_exp(ub)
+        ua, ub = r * db, r * da
+        ea, eb = _lifted_exp(ua), _lifted_exp(ub)
         if start + SEGMENT <= C:
             total += ea
             total += eb
@@ -2473,8 +2426,7 @@ def _read_row(Row, C, SEGMENT, KEEP):
             total += tl.where(start + even < C, ea, 0.0)
             total += tl.where(start + even + 1 < C, eb, 0.0)
         if KEEP:
-            ga = ea * (ua - ua * ua)
-            gb = eb * (ub - ub * ub)
+            ga, gb = ea * (ua - ua * ua), eb * (ub - ub * ub)
             if Row.dtype.element_ty.primitive_bitwidth == 16:
                 # In assembly, because the compiler sees through shifts and gives each half a register of its own.
                 unscaled = unscaled + (tl.inline_asm_elementwise(
@@ -2507,13 +2459,12 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         sink = tl.load(Masses[1] + row) * rest
         kept = 1.0 + alpha * sink
         mixed = kept + alpha * ratio  # probability of the target / p
-        gain = tl.log2(mixed) / LOG2_E
         pull = weight * kept / mixed
         push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
         if dMasses is not None:
             tl.store(dMasses[0] + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
             tl.store(dMasses[1] + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
-        loss -= gain
+        loss -= tl.log2(mixed) / LOG2_E
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
     if NextLosses is not None:
         tl.store(NextLosses + row + k, loss_scale * tl.where(is_target, loss, 0.0), mask=k == 0)
@@ -2633,8 +2584,7 @@ class HeadLoss(WeightCodes):
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
     The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
     embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
-    first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next tokens alone,
-    with weight 1; it stays at its address."""
+    first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next token alone."""
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
         self.embedding, self.pointer, self.gate = embedding, pointer, gate
@@ -2765,8 +2715,7 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND:
         acc = tl.dot(left, right.T, acc, input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
 
     i = tl.arange(0, BLOCK)
-    m = row.to(tl.int64) * BLOCK + i  # (BLOCK,) rows of Out
-    n = col.to(tl.int64) * BLOCK + i  # (BLOCK,) columns of Out
+    m, n = row.to(tl.int64) * BLOCK + i, col.to(tl.int64) * BLOCK + i  # (BLOCK,) rows and columns of Out
     in_tile = (m < M)[:, None] & (n < M)[None, :]
     if ADDEND:
         x, stride_b, stride_m = X
@@ -2850,8 +2799,7 @@ ba_plus_cAA = operation(
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
-#   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers that change from step to step
-#   may be 0-D tensors.
+#   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers of a step may be 0-D tensors.
 # Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums over a matrix are
 # partial sums in a fixed order. For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
@@ -2945,8 +2893,7 @@ def _row_norms_kernel(Y, V, Sums, R, C, beta2, ROWS: constexpr, COLUMNS: constex
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = row < R
     row += tl.program_id(1) * R
-    y = tl.load(Y + row.to(tl.int64)[:, None] * C + column[None, :],
-                mask=inside[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)
+    y = _tile(Y, row, column, (tl.program_id(1) + 1) * R, C)
     q = tl.sum(y * y, axis=1) / C
     v = tl.load(V + row, mask=inside, other=1.0)
     v += (1 - beta2) * (q - v)
@@ -3066,8 +3013,8 @@ def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_w
 
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
-# 2505.16932; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to 0.85 ... 1.14 in 5 steps,
-# those above 3e-3 to 0.74 ... 1.21 in 4 steps.
+# 2505.16932; 5 steps are its own table. Singular values of X / ‖X‖ above 1e-3 come to 0.85 ... 1.14, in 4 steps those
+# above 3e-3 to 0.74 ... 1.21.
 POLAR_EXPRESS = {
     5: (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -3259,8 +3206,7 @@ def _times(Factor, x, n, N):
 @triton.jit
 def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: constexpr,
                 D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
-    # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream, set if
-    # token n takes row n - 1.
+    # Whole rows stay on chip between the sum and the norm. PREVIOUS: a bit for each stream: token n takes row n - 1.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunks, squares = (), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
@@ -3659,8 +3605,7 @@ def scaled_weights_ref(bank, factors, in_codes=False):
 
 @triton.jit
 def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
-    # Grid axis 1: matrices of K elements. A, Scaled, B: a pointer and the stride of a matrix. Dots (matrices,
-    # programs).
+    # Grid axis 1: matrices of K elements. A, Scaled, B: pointer and stride of a matrix. Dots (matrices, programs).
     i, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A[0] + i * A[1] + k, mask=k < K, other=0.0).to(tl.float32)
     if Scaled is not None:
@@ -3676,8 +3621,8 @@ def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
 
 
 def _scale_weights(a, factors, scaled=None, b=None):
-    """scaled ← factors · a, if given; returns Σ a · b of each matrix (L,) fp32, if b is given, over the factor without
-    `scaled`. a, b, scaled (L, R, K)."""
+    """scaled ← factors · a, if given; returns Σ a · b of each matrix (L,) fp32, if b is given; without `scaled` it is
+    over the factor. a, b, scaled (L, R, K)."""
     if _takes_ref(a, any_dtype=True):
         dots = None if b is None else (a.float() * b.float()).sum((1, 2))
         if scaled is None:
