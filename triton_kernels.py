@@ -10,24 +10,23 @@ Conventions
   Strides are in elements. Offsets into tensors of N·D elements or more are int64.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers, descriptors, tuples of a pointer and strides (X, Gate, dGate), or
-  constants (BLOCK, H), which helpers of kernels do not annotate. Lower-case names are indices (m, n, t), strides and
-  sizes, and values on chip (x, gate). Tiles are read by descriptors on GPUs with a copy engine (TMA), elsewhere by
-  pointers.
+  constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate).
+  Tiles are read by descriptors on GPUs with a copy engine (TMA), elsewhere by pointers.
 
-A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table.
-Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
-(572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
+A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table. Column ms: what
+a section saves per step of record 74's model (572 ms, one H100) against compiled PyTorch and FlashAttention-2;
+records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
-  2   attend, attend_backward               sliding-window attention within packed documents           64     270
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     590
-  4   both_layouts, WeightCodes             FP8 codes; they save in sections 3, 5 and 7                       185
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 420
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      285
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 365
-  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     160
-  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             270
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                645
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     345
+  2   attend, attend_backward               sliding-window attention within packed documents           64     250
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     565
+  4   both_layouts, WeightCodes             FP8 codes; they save in sections 3, 5 and 7                       175
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 385
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      275
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 335
+  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     150
+  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             265
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                620
   11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      56
 """
 
@@ -84,8 +83,7 @@ def _takes_ref(*tensors, any_dtype=False):
     return tensors[0].device.type == "cpu" and not interpreted
 
 
-def _sm_count(device) -> int:
-    """Streaming multiprocessors (SMs) of the device."""
+def _sm_count(device) -> int:  # streaming multiprocessors (SMs)
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -104,8 +102,7 @@ def _shared_memory(device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
 
 
-def _at_least_fp32(x):
-    """x, converted if its dtype is narrower than fp32."""
+def _at_least_fp32(x):  # converted if its dtype is narrower
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -267,9 +264,9 @@ def _strided(x):
 # A table of n-grams (PR 360, devenpzak) has millions of rows, whose gradients would not fit the memory. So FewRows has
 # those of the rows that occurred. embedding_grad claims the next place for a row when it first occurs.
 
-# A few ids (comma, "the") occur thousands of times, too often for one program. So the positions of an id are cut into
-# pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has no other piece. A
-# second launch adds up the pieces of the few other ids; it cuts the columns among programs.
+# A few ids (comma, "the") occur thousands of times, so the positions of an id are cut into pieces. A first launch sums
+# the rows of every piece, and adds the sum to the gradient if the id has no other piece. A second launch, with columns
+# cut among programs, adds up the pieces of the few other ids.
 # A program waits for memory most of the time, so it sums 4 pieces at once, BLOCK rows of each, and meanwhile loads the
 # begin of its next pieces. With a warp for 256 columns, a thread has the same columns of all rows.
 EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
@@ -324,8 +321,7 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id. place, rows, count: of
-    FewRows, whose gradients grad is; None: row i of grad is that of id i."""
+    """Adds to grad (R, D) the sum of upstream (N, D) over the tokens of each id. place, rows, count: of FewRows."""
     ids = sorted_ids.ids
     if place is not None:  # each id without a place gets one
         listed = ids.long().sort().values
@@ -354,8 +350,7 @@ def _load_pieces(Pieces, piece, N):
 @triton.jit(do_not_specialize=["N", "tokens"])
 def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
                      COLUMNS: constexpr, PIECES: constexpr, BLOCK: constexpr):
-    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. If an id has several pieces, they are among the first, and
-    # the kernel writes the sum of piece i to row i of Sums (N, D) fp32.
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Pieces of groups come first; Sums (N, D) fp32 gets theirs.
     column = tl.arange(0, COLUMNS)
     in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -450,9 +445,8 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
 
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
-    (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero.
-    v (R, D) fp32; last (R, 1) int32: number of the update at which v is right, 0 at the start; touched (R,) bool: True
-    at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D tensors."""
+    (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero, touched False.
+    v (R, D); last (R, 1): update at which v is right, 0 at the start; touched (R,): at least where grad is not zero."""
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
@@ -500,9 +494,8 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
 
 
 def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
-    """As update_rows_ref, for the rows rows[:count] of p (R, D); row i of grad (M, D) is the gradient of row rows[i].
-    v (R, 1) fp32: average of the mean of grad² over a row. place (R,), rows (M,), count (1,) int32: see FewRows;
-    afterwards no row has a place, and these rows of grad are zero."""
+    """As update_rows_ref, for the rows rows[:count] of p (R, D), with the gradients of FewRows, which is then empty.
+    v (R, 1) fp32: average of the mean of grad² over a row."""
     n = count.item()
     listed = rows[:n].long()
     g, w = _at_least_fp32(grad[:n]), _at_least_fp32(p[listed])
@@ -548,9 +541,9 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that occurred since the last update, at most `most`, which nothing
-    checks. grad (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of
-    grad for each row of the table, -1 without. Only places depend on the order of programs."""
+    """The gradients of a table (R, D) for the rows that occurred since the last update, at most `most`, unchecked.
+    grad (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of grad for
+    each row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
@@ -593,8 +586,7 @@ class _Lookup(_Function):
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams. signs: (), or (signs, sign_ids). The
-    backward pass adds to `table.grad`, or to the gradients of `few`, beside torch.autograd.grad. It sets these rows of
-    `touched`, (table's rows,) bool or None, to True."""
+    backward pass adds to `table.grad` or `few` itself, and sets these rows of `touched` (rows,) bool to True."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -606,15 +598,14 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
-# Both ends of the keys that a row sees grow with the row. So a tile of queries (keys) meets one contiguous run of keys
-# (queries). A block is masked only if some row does not see all of it.
-# Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
-# beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
+# A tile of queries (keys) meets one contiguous run of keys (queries). A block is masked only if some row does not see
+# all of it. Exponentials need no running maximum as long as |scale · q · k| < 80; beyond, infinities appear. q and k
+# are RMS-normed: the product is at most d · scale, 17 in the presets.
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
-# section 3 computes s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because
-# they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
+# The forward pass saves lse - log gate in base 2, so that P' takes no further product. output_grad of section 3 makes
+# s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because they read the same
+# rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
 # With 6 heads of 128 and window 640, the passes take 185 and 524 µs (FlashAttention-2: 406 and 1041).
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 
@@ -746,8 +737,7 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: cons
     gate_ptr, stride_n, stride_gate = Gate
     gate = tl.load(gate_ptr + t.to(tl.int64) * stride_n + head * stride_gate, mask=t < N, other=1.0).to(tl.float32)
     _store_tile((Y, H * DV), acc * (gate / total)[:, None], head, m0, N, BLOCK_M, DV)
-    lse, stride_h = Lse
-    tl.store(lse + head.to(tl.int64) * stride_h + t, tl.log2(total) - tl.log2(gate), mask=t < N)
+    tl.store(Lse[0] + head.to(tl.int64) * Lse[1] + t, tl.log2(total) - tl.log2(gate), mask=t < N)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -805,17 +795,15 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
 def _aligned_for_tma(x):
     """x, or a contiguous copy if TMA could not load from x: the last stride must be 1, the rest aligned to 16 bytes."""
     in_bytes = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])]
-    if x.stride(-1) == 1 and all(number % 16 == 0 for number in in_bytes):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    aligned = x.stride(-1) == 1 and all(number % 16 == 0 for number in in_bytes)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _head_tiles(x, block):
     """TMA descriptor of (1, block, d) tiles of x (N, H, d) or of (1, block) tiles of x (H, N); without TMA _strided."""
     if not _has_tma(x.device):
         return _strided(x)
-    if x.ndim == 3:
-        x = x.transpose(0, 1)
+    x = x.transpose(0, 1) if x.ndim == 3 else x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block, *x.shape[2:]])
 
 
@@ -833,9 +821,8 @@ def attend(q, k, v, gate, start, end, window, scale):
 
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate.
-    dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in it. dv_upstream
-    (N, H, dv), contiguous: a gradient of v from elsewhere, which the result contains."""
+    """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate. dv (N, H, dv), if given, receives the gradient
+    of v; the heads of a token are contiguous. dv_upstream (N, H, dv), contiguous: another gradient of v to add."""
     N, H, D = q.shape
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
@@ -914,8 +901,8 @@ def head_gates_ref(x, ve, w_ve, w_out, paired):
 
 @triton.jit
 def _gate_ptrs(X, row, num_rows, c, first, end):
-    """Pointers (rows, columns) into the rows `row` of X, a pointer and the stride of a row, and their mask. The columns
-    first ... end - 1 are channels 0, 1, ... of X; all others are masked."""
+    """Pointers into rows of X, a pointer and a stride, and their mask: columns first ... end - 1 are channels
+    0, 1, ... of X; all others are masked."""
     x, stride = X
     ptrs = x + row.to(tl.int64)[:, None] * stride + (c - first)[None, :]
     return ptrs, (row < num_rows)[:, None] & ((c >= first) & (c < end))[None, :]
@@ -936,8 +923,8 @@ def _gate_inputs(X, Ve, t, N, c, FROM_X, C):
 @triton.jit
 def _store_gate(gate_input, W, Gate, t, N, h, c, H, C, SCALE):
     """Gate = SCALE · σ(gate_input Wᵀ), gate_input (tokens, channels)."""
-    w = _load(W, h, c, H, C)
-    _store(Gate, SCALE * tl.sigmoid(tl.dot(gate_input, tl.trans(w), input_precision="ieee")), t, h, N, H)
+    logit = tl.dot(gate_input, tl.trans(_load(W, h, c, H, C)), input_precision="ieee")
+    _store(Gate, SCALE * tl.sigmoid(logit), t, h, N, H)
 
 
 @triton.jit
@@ -1063,8 +1050,7 @@ def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D
     tl.store(dGate + r, dgate, mask=r < rows)
 
 
-def exclude_values(y, v, share):
-    """exclude_values_ref."""
+def exclude_values(y, v, share):  # see exclude_values_ref
     (N, H, d), z, share = y.shape, torch.empty_like(y), share.expand(y.shape[:2])
     _exclude_values_kernel[(triton.cdiv(N * H, HEADS_LAUNCH["BLOCK"]),)](
         y, v, (share, *share.stride()), z, N * H, H, d, **HEADS_LAUNCH)
@@ -1072,8 +1058,8 @@ def exclude_values(y, v, share):
 
 
 def output_grad(dz, y, v, share, gate, of_share=None):
-    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: dy is dz, and dv
-    and dshare are None. of_share: the parts of share, which then get its gradient."""
+    """(dy, dv, dshare, dgate), dgate (N, H) fp32 of the output gate; share None: dy is dz, and dv and dshare are None.
+    of_share: gives the memory for the gradient of share, as pieces of `unbind` have."""
     (N, H, d), dz = y.shape, dz.reshape(y.shape).contiguous()
     dy, dv, dshare, part, shares = dz, None, None, None, (None, None)
     if share is not None:
@@ -1221,8 +1207,8 @@ def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D):
         dx = dx.to(tl.float32)
         codes = _saturate(dx * tl.div_rn(1.0, tl.load(scale)), out.dtype.element_ty)
         tl.store(ptrs, codes, mask=(t < N)[:, None])
-        # The codes are made twice. Of one result stored twice, the assembler of CUDA 12.8 would read every second byte
-        # of e5m2 before it is computed. The compiler cannot merge the two, because each loads the scale.
+        # Made twice: of one result stored twice, the assembler of CUDA 12.8 would read every second byte of e5m2 before
+        # it is computed. The compiler cannot merge the two, because each loads the scale.
         codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(scale)), out_t.dtype.element_ty)
         ptrs = out_t + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, codes_t, mask=(t < N)[None, :])
@@ -1230,8 +1216,8 @@ def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D):
 
 @triton.jit
 def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED, OFFSET, TURNED, H, D, BLOCK):
-    """Stores the gradient of the projection to q or k, from the gradient dY, a pointer and the stride of a row, of the
-    normed Y (N, H, D), whose first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads."""
+    """Stores the gradient of the projection to q or k, from the gradient dY of the normed Y (N, H, D), whose first
+    TURNED channels are rotated. t and h (BLOCK,) are tokens and heads."""
     dy_ptr, stride_dy = dY
     c, inside = tl.arange(0, D)[None, :], (t < N)[:, None]
     column = (h * D)[:, None] + c
@@ -1308,8 +1294,8 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
 
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
-    """Fills dqkv (N, 2 H w + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
-    dv may be its part of dqkv already. With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
+    """Fills dqkv (N, 2 H w + H d), of which dv may be a part; returns the gradients of ve and ve_gate, if any.
+    With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
     N, H, d = dv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
@@ -1347,8 +1333,7 @@ class _AttentionBlock(_Function):
         share, x, weight, rotary, ve, w_ve, w_out, start, end, y, v, lse, qk, rstd, gates, *codes = ctx.saved_tensors
         window, scale, paired, offset = ctx.settings
         w_scale, x8_t, w8_t, grad_scale, dw_scale = codes or [None] * 5
-        (N, H, d), rows = v.shape, weight.size(0)
-        of_share, of_weight, *of_gates = ctx.parts
+        (N, H, d), rows, (of_share, of_weight, *of_gates) = v.shape, weight.size(0), ctx.parts
         dy, dv, dshare, dgate = output_grad(dz, y, v, share, gates[0], of_share)
         dqkv = x.new_empty(N, rows, dtype=E5M2 if codes else x.dtype)
         dqkv_t = dqkv.new_empty(rows, N) if codes else None
@@ -1431,11 +1416,10 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 # A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN stays NaN. Operands of the
 # forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the summed axis, so a tensor
 # that enters two products is stored in both layouts.
-# A scale is static (a constant), exact (the largest weight of a matrix / 448, after every update), or delayed (from the
-# largest value of the last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
+# A scale is static (a constant), exact (the largest weight of a matrix / 448), or delayed (from the maximum of the
+# last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
 
 G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
-# A program reads its tile and writes the transposed codes in lines of 128 bytes; it writes the codes in lines of 64.
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 
@@ -1526,16 +1510,15 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 
 class WeightCodes:
     """The e4m3 codes of weights that train in FP8: codes (..., M, N) and codes_t (..., N, M). weights: function that
-    returns the weights (..., M, N) bf16; scales (layers, matrices of a layer): made, or static. Call `refresh` after
-    every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
+    returns the weights (..., M, N) bf16; scales (layers, matrices of a layer): made, or static. Tensors keep their
+    addresses for CUDA graphs. Call `refresh` after every change of the weights."""
     def __init__(self, weights, scales, static=False):
         self.weights, self.of_weights, self.static = weights, scales, static
         x = weights()
         self.codes, self.codes_t = (torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT))
         self.load_state_dict()
 
-    def load_state_dict(self, state=None):
-        """Make the codes of loaded weights. state: delayed scales; see Fp8Mlps."""
+    def load_state_dict(self, state=None):  # state: delayed scales; see Fp8Mlps
         self.refresh()
 
     @torch.no_grad()
@@ -1573,8 +1556,8 @@ class ProjectionCodes(NamedTuple):
 
 class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
     def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
-        ctx.save_for_backward(w_scale, *others)
         ctx.dtype = x.dtype
+        ctx.save_for_backward(w_scale, *others)
         return x8.float() @ w8.float().mT * (x_scale * w_scale)
 
     def backward(ctx, grad):
@@ -1631,8 +1614,7 @@ def mlp_ref(x, W1, W2):
 
 
 def _post_or_dpre(acc, post, scale, DTYPE):
-    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With a scale, which is that of acc, in
-    fp32 and without the factor `unit` of `_scale_and_unit`."""
+    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With the scale of acc: fp32 / `unit`."""
     if scale is None:
         # In bf16 arithmetic on purpose: one instruction for two elements, and conversions in pairs. Doubling is exact.
         if post is None:
@@ -1704,9 +1686,9 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 #   turn      the other warp group: the products of its tile are      a warp group, to use the stages in the order in
 #             under way                                               which they are filled
 #   posts     the copy engine: the tile of post is there              the warp group that asked for it, to take the root
-# A barrier counts phases 0, 1, 2, ... and keeps the last bit of the number, the parity. A wait for a parity returns
-# when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once. Use n
-# (0, 1, ...) of a barrier waits for phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
+# A barrier counts phases 0, 1, ... and keeps the last bit of the number, the parity. A wait for a parity returns when
+# its phase is complete; in a new barrier, a wait for parity 1 returns at once. Use n (0, 1, ...) of a barrier waits for
+# phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
 
 @gluon.jit
 def _mlp_fetch(A, B, Out, a_ring, b_ring, full, free):
@@ -1753,8 +1735,8 @@ def _mlp_multiply(ME, args):
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
         now = step
-        # Without turns, a warp group could wait for the next round of a stage while the stage is one round behind. Both
-        # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
+        # Without turns, a warp group could wait for the next round of a stage that is one round behind: of the same
+        # parity, so the wait would end too early. Warp group 0 has the first turn.
         mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
         for k in range(steps):
@@ -1882,8 +1864,8 @@ mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x,
 #   dx = dpre W1      dpre, W1                                 bf16
 #
 # x is RMS-normed; W1 and W2 are the matrices i of the bank. `scaled_weights` makes the gradient of the factor.
-# Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for post and
-# dpre, whose sums have only D terms. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
+# Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for the D terms
+# of post and dpre. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
 # The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
 # stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
@@ -1942,11 +1924,11 @@ class _MlpFp8(_Function):
 class Fp8Mlps(WeightCodes):
     """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
     with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
-    the gradient of y comes as codes, see `mix`.
-    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` also
-    after every optimizer step that changes no weights."""
+    the gradient of y comes as codes, see `mix`. bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it
+    that get the gradients. Call `refresh` also after every optimizer step that changes no weights."""
     def __init__(self, bank, loss_scale):
         self.loss_scale, count, device = loss_scale, len(bank), bank.device
+        self.new_grad_codes = functools.partial(GradCodes, G8_SCALE * loss_scale)  # for the gradient of one y
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
         self.pairs = self.scales[:, 2:5:2]  # of W2 and g
@@ -1973,22 +1955,16 @@ class Fp8Mlps(WeightCodes):
         self.refresh()
 
     @torch.no_grad()
-    def refresh(self, max_over_ranks=lambda maxima: None):
-        """Make the codes again and set the scales of the next step."""
+    def refresh(self, max_over_ranks=lambda maxima: None):  # and sets the scales of the next step
         max_over_ranks(self.maxima)
         scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
         scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
         self.maxima.zero_()
         super().refresh()
 
-    def new_grad_codes(self):
-        """For the gradient of one y."""
-        return GradCodes(G8_SCALE * self.loss_scale)
-
     def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
-        F, D = self.codes.shape[2:]
-        given, texts = dict(x=None if codes else x, W1=W1, W2=W2), dict(x="?N D", W1="F D", W2="F D")
-        _require("Fp8Mlps", texts, given, {"F": F, "D": D}, torch.bfloat16, x.device)
+        given, sizes = dict(x=None if codes else x, W1=W1, W2=W2), dict(zip("FD", self.codes.shape[2:]))
+        _require("Fp8Mlps", dict(x="?N D", W1="F D", W2="F D"), given, sizes, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, scales or (*self.pairs[i, :, 0],), self, i, codes, grad_codes)
@@ -2004,13 +1980,12 @@ class Fp8Mlps(WeightCodes):
 #
 #   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
-# Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
-# output, only J sums per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
+# It replaces a (N, N) mask per column by attention whose value is a comparison: there is no (N, d) output, only J sums
+# per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
 # One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
-# Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
-# the pointer a head of the track's model (PR 379).
+# Pointer with a sentinel: Merity et al., arXiv 1609.07843; as a head: NathanGodey, yoavartzi (PR 379).
 
 # The arguments of `pointer` that do not depend on the targets.
 Point = collections.namedtuple("Point", "q k sink tokens start end window scale")
@@ -2220,8 +2195,7 @@ def _pointer_inputs_kernel(Projected, Gain, Weights, Start, Q, K, Sink, N, scale
     q = (tl.load(Gain) * q).to(Q.dtype.element_ty)
     _store(Q, q, n, d, N, D)
     tl.store(Sink + n, scale * tl.sum(q.to(tl.float32) * tl.load(Weights + d)[None, :], 1), mask=n < N)
-    k, _ = _pointer_key(Projected, Start, n, d, N, D)
-    k, _ = _unit(k, D)
+    k, _ = _unit(_pointer_key(Projected, Start, n, d, N, D)[0], D)
     _store(K, k, n, d, N, D)
 
 
@@ -2284,8 +2258,7 @@ pointer_inputs = operation(
 # Pointer head: no token has the class c, the gate. Section 6 gives mass and sink_mass. The term k of the loss becomes
 #   -w_k ln p',  α = exp(z_c - lse),  p = exp(z_target - lse),
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
-# So α goes to the copies (α mass_k), and the part of α that the sink takes goes to the other classes in proportion:
-# 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
+# So α goes to the copies (α mass_k), and the part of α that the sink takes to the other classes. Its gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
@@ -2293,17 +2266,17 @@ pointer_inputs = operation(
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
 # The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
-# HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
-# whole, the gradient does (2.5 GB of codes at N = 49152); without FP8 it overwrites the logits.
+# HeadLoss takes one block of rows after another. The (N, V) logits never exist as a whole, the gradient does (2.5 GB of
+# codes at N = 49152); without FP8 it overwrites the logits.
 # With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
 # Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
-# Scales of record 74 (PR 207); the scale of the gradient is GRAD_SCALE · loss_scale. A normed h is at most √D, so 100
-# is out of reach up to 10000 channels. Weights beyond ±W_LIMIT saturate, and the log counts them. .75 is about
-# 23 / 7.5 / 4, the largest gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
+# Scales of record 74 (PR 207), that of the gradient times loss_scale. A normed h is at most √D, so 100 is out of reach
+# up to 10000 channels. Weights beyond ±W_LIMIT saturate; the log counts them. .75 is about 23 / 7.5 / 4, the largest
+# gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
 W_LIMIT = 1.6
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 
@@ -2326,12 +2299,11 @@ def multi_token_targets(targets, count):
 #   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
 #   next_losses  None, or gets loss_scale times the loss of the first target alone, without its weight
 #
-# One program per row reads the row once, and writes the gradient once. After memory, the next limit is the
-# special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
-# share a reciprocal (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
-# The gradient is e u (1 - u) times loss_scale S / Σ, and Σ is known only after the pass over the row. Until then, each
-# register holds two of these products as fp16, so two programs fit an SM: one reads while the other computes.
-# No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
+# One program per row reads the row once, and writes the gradient once. The next limit is the special-function unit, 16
+# results per clock and SM. exp, 1/x and exp would be three results per logit; two logits share a reciprocal
+# (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
+# The gradient is e u (1 - u) times loss_scale S / Σ. Until Σ is known, a register holds two of these products as fp16,
+# so two programs fit an SM: one reads while the other computes. Columns of targets are overwritten at the end.
 
 CE_LAUNCH = dict(SEGMENT=2048, num_warps=16, maxnreg=64)  # up to 16384 columns, 8 warps
 LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
@@ -2400,18 +2372,20 @@ def _lifted_exp(u):
     return tl.exp2(u * (_CAP * LOG2_E) + (LIFT - _CAP * LOG2_E))
 
 
-@triton.jit
-def _read_row(Row, C, SEGMENT, KEEP):
-    """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The
-    two columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
+@triton.jit(do_not_specialize=["count", "gate"])
+def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
+                          code_scale, count, C: constexpr, BLOCK_K: constexpr, SEGMENT: constexpr):
+    # Logits, Targets and Grad: a pointer and strides.
+    row = tl.program_id(0).to(tl.int64)
+    logits = Logits[0] + row * Logits[1]
+    # Σ exp(z - 23), and of each segment e u (1 - u), both times 2^LIFT. a: even columns, b: odd ones; they share 1/x.
     col, even = tl.arange(0, SEGMENT), 2 * tl.arange(0, SEGMENT // 2)
-    total = tl.zeros((SEGMENT // 2,), dtype=tl.float32)
-    unscaled = ()
+    sums, unscaled = tl.zeros((SEGMENT // 2,), dtype=tl.float32), ()
     for start in tl.static_range(0, C, SEGMENT):
         if start + SEGMENT <= C:
-            x = tl.load(Row + start + col)
+            x = tl.load(logits + start + col)
         else:
-            x = tl.load(Row + start + col, mask=start + col < C, other=0.0)
+            x = tl.load(logits + start + col, mask=start + col < C, other=0.0)
         xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
         da, db = 1.0 + tl.exp2(_exponent(xa)), 1.0 + tl.exp2(_exponent(xb))
         # 1 / (da db) as a squared rsqrt, because Triton's 1/x is several instructions.
@@ -2420,29 +2394,20 @@ def _read_row(Row, C, SEGMENT, KEEP):
         ua, ub = r * db, r * da
         ea, eb = _lifted_exp(ua), _lifted_exp(ub)
         if start + SEGMENT <= C:
-            total += ea
-            total += eb
+            sums += ea
+            sums += eb
         else:
-            total += tl.where(start + even < C, ea, 0.0)
-            total += tl.where(start + even + 1 < C, eb, 0.0)
-        if KEEP:
+            sums += tl.where(start + even < C, ea, 0.0)
+            sums += tl.where(start + even + 1 < C, eb, 0.0)
+        if Grad is not None:
             ga, gb = ea * (ua - ua * ua), eb * (ub - ub * ub)
-            if Row.dtype.element_ty.primitive_bitwidth == 16:
+            if logits.dtype.element_ty.primitive_bitwidth == 16:
                 # In assembly, because the compiler sees through shifts and gives each half a register of its own.
                 unscaled = unscaled + (tl.inline_asm_elementwise(
                     "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [ga, gb], dtype=tl.uint32, is_pure=True, pack=1),)
             else:
                 unscaled = unscaled + ((ga, gb),)
-    return tl.sum(total, axis=0), unscaled
-
-
-@triton.jit(do_not_specialize=["count", "gate"])
-def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
-                          code_scale, count, C: constexpr, BLOCK_K: constexpr, SEGMENT: constexpr):
-    # Logits, Targets and Grad: a pointer and strides.
-    row = tl.program_id(0).to(tl.int64)
-    logits = Logits[0] + row * Logits[1]
-    total, unscaled = _read_row(logits, C, SEGMENT, Grad is not None)
+    total = tl.sum(sums, axis=0)
     # The loss, from the logits of the targets.
     k = tl.arange(0, BLOCK_K)
     target = tl.load(Targets[0] + row * Targets[1] + k * Targets[2], mask=k < count, other=-1)
@@ -2468,7 +2433,6 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
     if NextLosses is not None:
         tl.store(NextLosses + row + k, loss_scale * tl.where(is_target, loss, 0.0), mask=k == 0)
-
     # Scale and write the gradient of every column, then overwrite the columns of the targets.
     if Grad is not None:
         grad = Grad[0] + row * Grad[1]
@@ -2483,7 +2447,6 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u) - unit * summed) * (u - u * u)
-        col = tl.arange(0, SEGMENT)
         for start in tl.static_range(0, C, SEGMENT):
             if logits.dtype.element_ty.primitive_bitwidth == 16:  # packed in fp16
                 pair = unscaled[start // SEGMENT]
@@ -2507,11 +2470,10 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
 def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C) and next_losses (n,), if given."""
     (n, C), K = logits.shape, weights.numel()
-    masses, grads, gate = None, None, 0
-    if copies is not None:
-        masses, grads, gate = copies[:2], None if grad is None else copies[3:], copies.gate
-        if not 0 <= gate < C:
-            raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
+    gate = copies.gate if copies else 0
+    if not 0 <= gate < C:
+        raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
+    masses, grads = copies and copies[:2], copies and copies[3:] if grad is not None else None
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = CE_LAUNCH | dict(SEGMENT=min(CE_LAUNCH["SEGMENT"], triton.next_power_of_2(C)))
@@ -2539,9 +2501,8 @@ class _HeadLoss(_Function):
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
             logits = lambda rows: torch.mm(h[rows], W, out=grad[rows])
-        copies = None
-        if mass is not None:
-            copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
+        copies = None if mass is None else Copies(
+            mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
         ctx.save_for_backward(grad, *operands, candidates, *copies[3:] if copies else (None, None))
         code_scale = GRAD_SCALE * loss_scale if head.fp8 else 1.0
         targets, next_losses = multi_token_targets(targets, weights.numel()), torch.empty(len(h), device=h.device)
@@ -2550,8 +2511,7 @@ class _HeadLoss(_Function):
         return loss
 
     def backward(ctx, upstream):
-        head = ctx.head
-        grad, x, w, candidates, dmass, dsink_mass = ctx.saved_tensors
+        head, (grad, x, w, candidates, dmass, dsink_mass) = ctx.head, ctx.saved_tensors
         sampled = candidates is not None
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
@@ -2605,9 +2565,7 @@ class HeadLoss(WeightCodes):
 
     def masses(self, ids, weights, point):
         """(mass (N, K), sink_mass (N,)) of the targets `ids` (N,), or None twice without a pointer head."""
-        if point is None:
-            return None, None
-        return self.pointer(*point, multi_token_targets(ids, weights.numel()))
+        return self.pointer(*point, multi_token_targets(ids, weights.numel())) if point else (None, None)
 
     @torch.no_grad()
     def losses(self, h, targets, weights, point=None, rows=None):
@@ -2621,10 +2579,9 @@ class HeadLoss(WeightCodes):
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
         """cross_entropy of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows."""
         blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
-        return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
-                                             None if grad is None else grad[rows],
-                                             None if copies is None else copies.rows(rows),
-                                             None if next_losses is None else next_losses[rows]) for rows in blocks])
+        return torch.cat([self.cross_entropy(
+            logits(rows), targets[rows], weights, loss_scale, code_scale, None if grad is None else grad[rows],
+            copies and copies.rows(rows), None if next_losses is None else next_losses[rows]) for rows in blocks])
 
 
 # ======================================================================================================================
@@ -2633,8 +2590,8 @@ class HeadLoss(WeightCodes):
 #   XTX(X, out, scale)                     out = s² Xᵀ X                    replaces X.mT @ X
 #   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)     replaces torch.baddbmm; P symmetric
 #
-# scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
-# symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
+# scale: s (n,) fp32, or None for 1. The batch dimension may be absent. `out` is exactly symmetric. Rows of the input
+# are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
 # scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product, without a copy of X.
 # Only the tiles on and below the diagonal are launched; a tile below it is stored twice, the second time transposed.
 # XTX reads tiles across and transposes them on chip. tests/lesson.py builds this kernel in four steps. For 40 matrices
@@ -2702,8 +2659,7 @@ def _gram_tile(X, batch, m, k, M, K, ACROSS, BLOCK, BLOCK_K):
 def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND: constexpr, BLOCK: constexpr,
                  BLOCK_K: constexpr):
     # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. The first tile of a row
-    # has 8t + 1 = (2 row + 1)², the tile before it 8 less. So 8t + 4 is 3 above this square for the one and 5 below it
-    # for the other, and rounding of the root does not change the row.
+    # has 8t + 1 = (2 row + 1)², the tile before it 8 less. 8t + 4 lies between, so rounding does not change the row.
     t = tl.program_id(0)
     row = ((tl.sqrt((8 * t + 4).to(tl.float32)) - 1) / 2).to(tl.int32)
     col = t - row * (row + 1) // 2
@@ -2713,7 +2669,6 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND:
         left = _gram_tile(Tiles, batch, row * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
         right = _gram_tile(Tiles, batch, col * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
-
     i = tl.arange(0, BLOCK)
     m, n = row.to(tl.int64) * BLOCK + i, col.to(tl.int64) * BLOCK + i  # (BLOCK,) rows and columns of Out
     in_tile = (m < M)[:, None] & (n < M)[None, :]
@@ -2756,14 +2711,14 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     if _has_tma(X.device):
         block = launch["BLOCK"], launch["BLOCK_K"]
         tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]])
-    # In launch order, first the tiles of one matrix. At M = 768 a matrix stays in L2 without any reordering of tiles.
+    # At M = 768 a matrix stays in L2 without any reordering of tiles.
     _gram_kernel[(tiles, n)](tiles_of_X, _strided(X), (out_3d, *out_3d.stride()), scale, M, K, c, b, a,
                              ACROSS=axis == -1, ADDEND=addend, **launch)
     return out
 
 
 def _separate(**given):
-    """A check that the first tensor, which a kernel reads while it writes another, is not the other, too."""
+    """A check that a kernel does not write the tensor that it reads, the first."""
     source, *others = (name for name, x in given.items() if isinstance(x, Tensor))
     return next((f"{name} must not be {source}, which is read while {name} is written" for name in others
                  if given[name] is given[source]), None)
@@ -2800,8 +2755,8 @@ ba_plus_cAA = operation(
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
 #   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers of a step may be 0-D tensors.
-# Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums over a matrix are
-# partial sums in a fixed order. For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
+# Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums have a fixed order.
+# For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 
@@ -2913,7 +2868,6 @@ def _normuon_kernel(P, Mantissa, V, Y, Average, Sums, MatrixLr, lr, weight_decay
     sums, known = Sums + 2 * (tl.program_id(1) * tl.num_programs(0) + block), block < tl.num_programs(0)
     norm = tl.sqrt(tl.sum(tl.load(sums, mask=known, other=0.0), axis=0))
     new_norm = tl.sqrt(tl.sum(tl.load(sums + 1, mask=known, other=0.0), axis=0))
-
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < R)[:, None] & (column < C)[None, :]
     v = tl.load(V + tl.program_id(1) * R + row, mask=row < R, other=1.0)
@@ -2969,8 +2923,8 @@ def replicated_update_ref(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, ad
 
 
 @triton.jit(do_not_specialize=["t"])
-def _adam_kernel(P, M, V, Grad, Average, size, step_size, weight_decay, beta1, beta2, eps, average_rate, t, LrMul,
-                 WdMul, BLOCK: constexpr):
+def _adam_kernel(P, M, V, Grad, Average, step_size, weight_decay, beta1, beta2, eps, average_rate, t, LrMul, WdMul,
+                 size, BLOCK: constexpr):
     # With LrMul, beta1 and beta2 are pointers, too, step_size is the rate, and weight_decay that of all weights.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -2995,9 +2949,8 @@ def _adam_kernel(P, M, V, Grad, Average, size, step_size, weight_decay, beta1, b
         tl.store(Average + i, average + (w - average) * _number(average_rate), mask=inside)
 
 
-def _launch_adam(p, m, v, grad, average, *numbers):
-    grid = (triton.cdiv(p.numel(), ADAM_LAUNCH["BLOCK"]),)
-    _adam_kernel[grid](p, m, v, grad, average, p.numel(), *numbers, **ADAM_LAUNCH)
+def _launch_adam(p, *args):
+    _adam_kernel[(triton.cdiv(p.numel(), ADAM_LAUNCH["BLOCK"]),)](p, *args, p.numel(), **ADAM_LAUNCH)
 
 
 @operation(adam_update_ref, any_dtype=True, p="...: bf16 fp32", m="...: fp32", v="...: fp32", grad="...: bf16 fp32",
@@ -3062,11 +3015,10 @@ def polar_express(X, scale, ops, steps=5):
 #   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
 # mix reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
 # layouts in its place. Where another mix has made a stream, ds = f g is not written: that mix reads g and f.
-# Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
-# mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
-# kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
+# Many layers add the same streams (embeddings). add_later hands every layer a sum that has no memory: mix reads its
+# streams, and its gradient is g, which mix writes anyway. At the end one kernel makes the gradients of all these sums.
 # unbind and columns make one gradient of many small tensors. A backward pass writes the parts of a piece's gradient (df
-# per token) beside autograd, and one sum takes the parts of all pieces. A column's df has its place in the matrix.
+# per token) beside autograd, and one sum takes the parts of all pieces.
 # Tensors without memory, one NaN expanded, stand for what is never written: the sums of add_later, the normed stream if
 # its reader takes codes, and its gradient if that travels as codes (GradCodes).
 
@@ -3119,7 +3071,7 @@ class _Parts(_Beside):
 
 
 def _parts(*tensors):
-    """The functions that give memory for gradients of pieces, None for other tensors: autograd gets their gradient."""
+    """What gives memory for the gradients of pieces; None for other tensors: autograd gets their gradients."""
     return [getattr(x, "part", None) for x in tensors]
 
 
@@ -3132,8 +3084,8 @@ def _as_pieces(tensors, parts):
 
 class Mixed(NamedTuple):
     """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed takes one of
-    READERS tensors, whose gradients mix sums. Further uses share the last one; autograd sums their gradients, more
-    slowly. So a use costs nothing but time: to print the stream, take xs[0]."""
+    READERS tensors, whose gradients mix sums. Further uses share the last one, whose gradients autograd sums, more
+    slowly. To print the stream, take xs[0]."""
     xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
     normeds: list[Tensor] | None = None  # likewise (N, D)
@@ -3248,8 +3200,7 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START, BLOCK_N, BLOCK_D):
 @triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
                      inverse_scale, D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
-    # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
-    # and dStreams: of the terms whose gradient is written.
+    # dX with factors, dNormed: of each reader. Streams, Dots: of learned factors. Factors, dStreams: of written terms.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * len(Streams)
     if X is not None:
@@ -3284,8 +3235,8 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
 @triton.jit
 def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVIOUS: constexpr, D: constexpr,
                        BLOCK_N: constexpr, BLOCK_D: constexpr):
-    # Factors and Dots: of every place, for every stream; None: the place does not add the stream. Passed: what other
-    # readers add to dStreams. Token m adds the rows n of the streams.
+    # Factors and Dots: of every place, for every stream; None: the place does not add it. Passed: from other readers.
+    # Token m adds the rows n of the streams.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = n + PREVIOUS
     dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * (len(Grads) * len(Streams))
@@ -3364,8 +3315,7 @@ def unbind(bank):
     return _as_pieces(_Pieces.apply(bank, parts, True), parts)
 
 
-def columns(matrix, sizes):
-    """As `columns_ref`."""
+def columns(matrix, sizes):  # see columns_ref
     parts = _Parts(lambda like, *_: like.new_zeros(matrix.shape, dtype=torch.float32),
                    functools.partial(columns_ref, sizes=sizes))
     return _as_pieces(_Pieces.apply(matrix, parts, False), parts)
@@ -3373,9 +3323,8 @@ def columns(matrix, sizes):
 
 class _Mix(_Function):
     def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms; products, for each use of x, then for each stream: None, or a _Beside for a reader
-        that is a mix, which leaves (gradient, factor) in place of their product. tensors: the streams, the tokens of
-        `added`, then the learned factors."""
+        """products, for each use of x, then for each stream: None, or a _Beside for a reader that is a mix, which
+        leaves (gradient, factor) for their product. tensors: streams, tokens of `added`, then the learned factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         scale, channels, whole = reader or Reader()
@@ -3445,9 +3394,8 @@ class _Mix(_Function):
 
 
 def mix(terms, reader=None, added=(), grad_codes=None):
-    """Mixed; differentiable in the streams, in the factors that are learned, and in what `added` sums.
-    terms: pairs (factor, stream); reader: Reader or None; added: sums of add_later, each for this place. grad_codes: a
-    GradCodes, which gets the gradient of the last stream; its factor is None."""
+    """Mixed; differentiable in streams, learned factors, and what `added` sums. terms: pairs (factor, stream); reader:
+    Reader or None; added: sums of add_later. grad_codes: GradCodes of the last stream, whose factor is None."""
     factors, streams = zip(*terms)
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
     for stream in (*streams, *(stream for part in added for stream in part.streams)):
@@ -3470,8 +3418,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
 class _AddLater(_Function):
     def forward(ctx, factors, previous, *tensors):
         """factors: of each place for each stream. tensors: the streams, then the factors."""
-        streams = tensors[:len(factors[0])]
-        ctx.save_for_backward(*streams)
+        ctx.save_for_backward(*(streams := tensors[:len(factors[0])]))
         ctx.factors, ctx.previous = factors, previous
         ctx.set_materialize_grads(False)
         return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
@@ -3498,8 +3445,8 @@ class _AddLater(_Function):
 
 
 def add_later(streams, factors, previous=False):
-    """(the streams for later readers, [Added]), one for each place, for one mix. streams (N, D); factors: for each
-    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add."""
+    """(the streams for later readers, [Added of each place, for one mix]). streams (N, D); factors: for each place a
+    0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
     results = _AddLater.apply(factors, previous, *streams, *(f for row in factors for f in row if f is not None))
@@ -3540,8 +3487,7 @@ def _gate_of_tokens(First, Weight, n, c, N, C):
 @triton.jit
 def _token_gate_kernel(First, Weight, Factor, Gate, N, C: constexpr, CHANNELS: constexpr, BLOCK: constexpr):
     n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
-    _, _, gate = _gate_of_tokens(First, Weight, n, c, N, C)
-    tl.store(Gate + n, tl.load(Factor) * gate, mask=n < N)
+    tl.store(Gate + n, tl.load(Factor) * _gate_of_tokens(First, Weight, n, c, N, C)[2], mask=n < N)
 
 
 @triton.jit
@@ -3585,10 +3531,9 @@ def token_gate(first, weight, factor):
 #   [matrices of a layer, ...] = scaled_weights(bank, factors, in_codes)
 #
 #   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of
-#   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as
-#   in the bank, and its gradient dW contains the factor.
+#   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factor, and so does dW.
 #   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
-# To scale weights is cheaper than to scale x (PR 166). One launch has all layers, and so has the backward pass.
+# To scale weights is cheaper than to scale x (PR 166). One launch has all layers.
 
 WEIGHTS_LAUNCH = dict(BLOCK=4096, num_warps=4)
 
@@ -3660,8 +3605,8 @@ class _ScaledWeights(_Function):
 
 def scaled_weights(bank, factors, in_codes=False):
     """[the P matrices of each layer]; see above."""
-    L, P = bank.shape[:2]
-    parts = _Parts(lambda like, *shape: like.new_empty(L * P, *shape))
+    P = bank.size(1)
+    parts = _Parts(lambda like, *shape: like.new_empty(len(bank) * P, *shape))
     matrices = _as_pieces(_ScaledWeights.apply(bank, factors, in_codes, parts), parts)
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
@@ -3733,9 +3678,8 @@ transpose_add = operation(
 # The choice of implementation, made once at start
 
 def choose_ops(device, wanted="auto"):
-    """One implementation per operation -> (namespace of callables, {operation: name of the choice}).
-    wanted: "auto" (the first listed on CUDA, torch elsewhere), "torch" (references only), or "op:name,op:name" for
-    some. Raises a ValueError if a wanted implementation is unknown or cannot run on the device."""
+    """(namespace of callables, {operation: name of the choice}). wanted: "auto" (the first listed on CUDA, torch
+    elsewhere), "torch", or "op:name,op:name" for some. Raises a ValueError for one that is unknown or cannot run."""
     names = {op: next(iter(table)) if device.type == "cuda" and wanted != "torch" else "torch"
              for op, table in IMPLEMENTATIONS.items()}
     if NO_TRITON and device.type == "cuda":
@@ -3744,13 +3688,12 @@ def choose_ops(device, wanted="auto"):
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         raise ValueError(f"{torch.cuda.get_device_name(device)}: bfloat16 needs an Ampere GPU (sm_80) or a newer one;"
                          " try --preset=cpu")
-    if wanted not in ("auto", "torch"):
-        for item in wanted.split(","):
-            op, _, name = item.partition(":")
-            if name not in IMPLEMENTATIONS.get(op, {}):
-                known = ", ".join(f"{o}:{'|'.join(t)}" for o, t in IMPLEMENTATIONS.items())
-                raise ValueError(f"kernels: '{item}' is not one of {known}")
-            if name != "torch" and device.type == "cpu" and not INTERPRETED:
-                raise ValueError(f"kernels: '{item}' needs a GPU")
-            names[op] = name
+    for item in wanted.split(",") if wanted not in ("auto", "torch") else ():
+        op, _, name = item.partition(":")
+        if name not in IMPLEMENTATIONS.get(op, {}):
+            known = ", ".join(f"{o}:{'|'.join(t)}" for o, t in IMPLEMENTATIONS.items())
+            raise ValueError(f"kernels: '{item}' is not one of {known}")
+        if name != "torch" and device.type == "cpu" and not INTERPRETED:
+            raise ValueError(f"kernels: '{item}' needs a GPU")
+        names[op] = name
     return SimpleNamespace(**{op: IMPLEMENTATIONS[op][name] for op, name in names.items()}), names
