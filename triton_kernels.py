@@ -1140,7 +1140,8 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
     # First the heads of a row block: programs that run together share rows of x in L2. One loop over tiles and K, so
     # that the first loads of a tile are under way while the tile before is finished.
     for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
-        first, tile = i // TILES * BLOCK_M, i % TILES
+        first = i // TILES * BLOCK_M
+        tile = i % TILES
         acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             x = _matrix_tile(X, first, k, N, K, BLOCK_M, BLOCK_K)
