@@ -1,35 +1,32 @@
 """Triton kernels of the trainer, each beside the plain PyTorch code that it replaces.
 
 An operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, whose decorator `operation` says and checks what
-its tensors must be; a reference `<name>_ref` in plain PyTorch with the same contract; and a Triton kernel.
-Tests and benchmarks compare kernel and reference. CPU tensors take the reference. With TRITON_INTERPRET=1 before the
-import, Triton's interpreter runs the kernels on CPU tensors, except those with bf16 products or FP8 codes, which it
-gets wrong.
+its tensors must be; a reference `<name>_ref` in plain PyTorch; and a Triton kernel. CPU tensors take the reference.
+With TRITON_INTERPRET=1 before the import, Triton's interpreter runs the kernels on CPU tensors, except those with bf16
+products or FP8 codes, which it gets wrong.
 
 Conventions
-  Importing this file only defines functions. Launch parameters are in tables; nothing is autotuned. K1 to K12 are
-  quirks of record 74 (records/record74.md).
+  Launch parameters are in tables; nothing is autotuned. K1 to K12 are quirks of record 74 (records/record74.md).
   Strides are in elements. Offsets into tensors of N·D elements or more are int64.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers, descriptors, tuples of a pointer and strides (X, Gate, dGate), or
-  constants (BLOCK, H), which helpers of kernels do not annotate. Lower-case names are indices (m, n, t), strides and
-  sizes, and values on chip (x, gate). Tiles are read by descriptors on GPUs with a copy engine (TMA), elsewhere by
-  pointers.
+  constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate).
+  Tiles are read by descriptors on GPUs with a copy engine (TMA), elsewhere by pointers.
 
-A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table.
-Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
-(572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
+A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table. Column ms: what
+a section saves per step of record 74's model (572 ms, one H100) against compiled PyTorch and FlashAttention-2;
+records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
-  2   attend, attend_backward               sliding-window attention within packed documents           64     270
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     590
-  4   both_layouts, WeightCodes             FP8 codes; they save in sections 3, 5 and 7                       185
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 420
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      285
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 365
-  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     160
-  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             270
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                645
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     345
+  2   attend, attend_backward               sliding-window attention within packed documents           64     250
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     565
+  4   both_layouts, WeightCodes             FP8 codes; they save in sections 3, 5 and 7                       175
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 385
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      275
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 335
+  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     150
+  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             265
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                620
   11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      56
 """
 
@@ -86,8 +83,7 @@ def _takes_ref(*tensors, any_dtype=False):
     return tensors[0].device.type == "cpu" and not interpreted
 
 
-def _sm_count(device) -> int:
-    """Streaming multiprocessors (SMs) of the device."""
+def _sm_count(device) -> int:  # streaming multiprocessors (SMs)
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -106,8 +102,7 @@ def _shared_memory(device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
 
 
-def _at_least_fp32(x):
-    """x, converted if its dtype is narrower than fp32."""
+def _at_least_fp32(x):  # converted if its dtype is narrower
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -136,23 +131,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 IMPLEMENTATIONS = {}  # operation -> {name: implementation}; a GPU takes the first, a CPU "torch"
 
 
-def _contract(**texts):
-    """{argument: text} -> {argument: (whether None is allowed, axes, dtypes, layout)}; see `operation`."""
-    found = {}
+@functools.cache
+def _parsed(text):
+    """(axes, dtypes, layout) of the text of an argument; see `operation`."""
+    axes, _, words = text.removeprefix("?").partition(":")
+    dtypes = tuple(DTYPES[word] for word in words.split() if word in DTYPES)
+    return axes.split(), dtypes, " ".join(word for word in words.split() if word not in DTYPES)
+
+
+def _require(op, texts, given, sizes, dtype, device):
+    """Raise a ValueError unless the tensors {argument: tensor} are as the texts say. sizes: {letter: size}, filled."""
     for name, text in texts.items():
-        axes, _, words = text.removeprefix("?").partition(":")
-        dtypes = tuple(DTYPES[word] for word in words.split() if word in DTYPES)
-        layout = " ".join(word for word in words.split() if word not in DTYPES)
-        found[name] = text[0] == "?", axes.split(), dtypes, layout
-    return found
-
-
-def _require(op, contract, given, sizes, dtype, device):
-    """Raise a ValueError unless the tensors {argument: tensor} keep a contract. sizes {letter: size} gets new ones."""
-    for name, (optional, axes, dtypes, layout) in contract.items():
-        tensor = given.get(name)
+        tensor, (axes, dtypes, layout) = given.get(name), _parsed(text)
         if tensor is None:
-            if optional:
+            if text[0] == "?":
                 continue
             raise ValueError(f"{op}: {name} must be a tensor, got None")
         shape, batch = list(tensor.shape), tensor.ndim - len(axes) + 1
@@ -179,19 +171,17 @@ def operation(reference, any_dtype=False, label=None, check=lambda **given: None
     all arguments, a number is itself, "..." is any first axes, a "?" in front allows None. Dtypes: without, that of the
     first argument. Layout: "rows" (unit stride in the last axis), "strided" (any strides), or contiguous. A wrong
     tensor raises a ValueError.
-    check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
-    `_takes_ref`."""
+    check: a function of the given arguments, which returns what is wrong in words. any_dtype: see `_takes_ref`."""
     def decorate(wrapper):
         op, names = reference.__name__.removesuffix("_ref"), reference.__code__.co_varnames
-        contract = _contract(**texts)
 
         @functools.wraps(reference)
         def checked(*args, **options):
             given = dict(zip(names, args)) | options
-            first, *others = (given[name] for name in contract if given.get(name) is not None)
+            first, *others = (given[name] for name in texts if given.get(name) is not None)
             fields = {f"{name}.{field}": x for name, value in given.items() if hasattr(value, "_asdict")
                       for field, x in value._asdict().items()}
-            _require(op, contract, given | fields, {}, first.dtype, first.device)
+            _require(op, texts, given | fields, {}, first.dtype, first.device)
             if fault := check(**given):
                 raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
@@ -213,7 +203,7 @@ def _number(x):
 
 @triton.jit
 def _load(X, n, d, N, D):
-    """Tile (rows n, columns d) of X (N, D), zeros beyond the edges."""
+    """Tile (rows n, columns d) of X (N, D), zeros beyond the edges. _tile: the same in fp32."""
     return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -223,18 +213,26 @@ def _tile(X, n, d, N, D):
 
 
 @triton.jit
+def _store(X, x, n, d, N, D):
+    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
+             mask=(n < N)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _store_codes(Codes, CodesT, x, inverse_scale, m, n, M, N):
+    """Codes of the tile x (rows m, columns n) of a matrix (M, N), and the transposed codes (N, M)."""
+    codes = _saturate(x.to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
+    _store(Codes, codes, m, n, M, N)
+    _store(CodesT, tl.trans(codes), n, m, N, M)
+
+
+@triton.jit
 def _matrix_tile(X, m, k, M, K, ROWS, COLUMNS):
     """(ROWS, COLUMNS) tile of X (M, K) from row m and column k on, zeros beyond the edges; X: see _matrix_tiles."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([m, k])
     else:
         return _load(X, m + tl.arange(0, ROWS), k + tl.arange(0, COLUMNS), M, K)
-
-
-@triton.jit
-def _store(X, x, n, d, N, D):
-    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
-             mask=(n < N)[:, None] & (d < D)[None, :])
 
 
 def _matrix_tiles(x, rows, columns):
@@ -256,28 +254,26 @@ def _strided(x):
 #   update_few_rows(p, v, last, grad, place, rows, count, ...) the same with one v per row, for a table of n-grams
 #
 #   table (P·R, D): P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R, which lookup verifies
-#   for tables of tokens. Sums are fp32 and rounded once. With n-grams of K orders, ids (K N,) has the rows of the first
-#   order for all tokens, then those of the next. A row and its gradient are multiplied by row sign_ids[t] of signs.
+#   for tables of tokens. With n-grams of K orders, ids (K N,) has the rows of the first order for all tokens, then of
+#   the next. A row and its gradient are multiplied by row sign_ids[t] of signs.
 #
 # The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
 # in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
 # At 49152 tokens update_rows takes 534 µs (the library: 1416).
-# A table of n-grams (PR 360, devenpzak) has millions of rows. Gradients of all rows would not fit the memory, so
-# FewRows has those of the rows that occurred. embedding_grad claims a place for a row when it first occurs; a counter
-# of all programs numbers the places.
+# A table of n-grams (PR 360, devenpzak) has millions of rows, whose gradients would not fit the memory. So FewRows has
+# those of the rows that occurred. embedding_grad claims the next place for a row when it first occurs.
 
-# Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
-# an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
-# no other piece. A second launch adds up the pieces of the few other ids; it cuts the columns among programs.
+# A few ids (comma, "the") occur thousands of times, so the positions of an id are cut into pieces. A first launch sums
+# the rows of every piece, and adds the sum to the gradient if the id has no other piece. A second launch, with columns
+# cut among programs, adds up the pieces of the few other ids.
 # A program waits for memory most of the time, so it sums 4 pieces at once, BLOCK rows of each, and meanwhile loads the
 # begin of its next pieces. With a warp for 256 columns, a thread has the same columns of all rows.
 EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
 # More programs than the 8 that fit an SM (rows of 384): the first ones to end make room.
 EMBEDDING_PROGRAMS_PER_SM = {"rows": 12, "pieces": 4}
 SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
-# Most rows have no gradient, so a program walks over several. It has one warp, so all its threads have read `touched`
-# and `last` when one of them writes there.
+# Most rows have no gradient, so a program walks over several. Its one warp reads `last` before a thread writes it.
 UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
 UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
@@ -297,8 +293,7 @@ def signed_rows_ref(table, ids, orders=1, signs=None, sign_ids=None):
 
 @triton.jit
 def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr, COLUMNS: constexpr, BLOCK: constexpr):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, COLUMNS)
+    token, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     inside = (token < N)[:, None] & (column < D)[None, :]
     total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
     for order in tl.static_range(ORDERS):
@@ -308,7 +303,7 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr
             sign = tl.load(SignIds + order * N + token, mask=token < N, other=0)
             x *= tl.load(Signs + sign.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
         total += x
-    tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
+    _store(Out, total, token, column, N, D)
 
 
 @operation(signed_rows_ref, any_dtype=True, table="R D: bf16 fp32", ids="M: int32", signs="?S D: bf16 fp32",
@@ -326,8 +321,7 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id. place, rows, count: of
-    FewRows, whose gradients grad is; None: row i of grad is that of id i."""
+    """Adds to grad (R, D) the sum of upstream (N, D) over the tokens of each id. place, rows, count: of FewRows."""
     ids = sorted_ids.ids
     if place is not None:  # each id without a place gets one
         listed = ids.long().sort().values
@@ -356,8 +350,7 @@ def _load_pieces(Pieces, piece, N):
 @triton.jit(do_not_specialize=["N", "tokens"])
 def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
                      COLUMNS: constexpr, PIECES: constexpr, BLOCK: constexpr):
-    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. If an id has several pieces, they are among the first, and
-    # the kernel writes the sum of piece i to row i of Sums (N, D) fp32.
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Pieces of groups come first; Sums (N, D) fp32 gets theirs.
     column = tl.arange(0, COLUMNS)
     in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -396,8 +389,7 @@ def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds
             total += tl.sum(x, axis=0)
         tl.store(target, (total + old).to(Grad.dtype.element_ty), mask=adds[:, None] & within)
         if tl.min(piece, axis=0) < in_groups:
-            tl.store(Sums + piece.to(tl.int64)[:, None] * D + column[None, :], total,
-                     mask=(piece < in_groups)[:, None] & within)
+            _store(Sums, total, piece, column, in_groups, D)
         piece, begin, end, id = next_piece, next_begin, next_end, next_id
 
 
@@ -431,17 +423,17 @@ def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: constexpr, ROWS
 @operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows",
            place="?T: int32", rows="?R: int32", count="?1: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    (tokens, D), N = upstream.shape, len(sorted_ids.ids)
-    if N % tokens:
-        raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
-    if len({x is None for x in (place, rows, count)}) > 1:
-        raise ValueError("embedding_grad: place, rows and count belong together")
-    if (signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N:
-        raise ValueError(f"embedding_grad: signs need a sign_id for each of the {N} ids")
-    if sorted_ids.pieces is None or sorted_ids.pieces.shape != (5, N + 1):
-        raise ValueError("embedding_grad: sorted_ids has no pieces of its ids; make them with sorted_pieces of"
-                         " data/loader.py")
-    pieces, columns, launch = sorted_ids.pieces, triton.next_power_of_2(D), EMBEDDING_LAUNCH
+    (tokens, D), N, pieces = upstream.shape, len(sorted_ids.ids), sorted_ids.pieces
+    for wrong, words in (
+            (N % tokens, f"{N} ids, but upstream has {tokens} rows"),
+            (len({x is None for x in (place, rows, count)}) > 1, "place, rows and count belong together"),
+            ((signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N,
+             f"signs need a sign_id for each of the {N} ids"),
+            (pieces is None or pieces.shape != (5, N + 1),
+             "sorted_ids has no pieces of its ids; make them with sorted_pieces of data/loader.py")):
+        if wrong:
+            raise ValueError(f"embedding_grad: {words}")
+    columns, launch = triton.next_power_of_2(D), EMBEDDING_LAUNCH
     programs = {name: _sm_count(grad.device) * number for name, number in EMBEDDING_PROGRAMS_PER_SM.items()}
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # of pieces in groups; most rows stay unused
     _sum_rows_kernel[(programs["rows"],)](
@@ -453,9 +445,8 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
 
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
-    (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero.
-    v (R, D) fp32; last (R, 1) int32: number of the update at which v is right, 0 at the start; touched (R,) bool: True
-    at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D tensors."""
+    (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero, touched False.
+    v (R, D); last (R, 1): update at which v is right, 0 at the start; touched (R,): at least where grad is not zero."""
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
@@ -472,8 +463,7 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
 def _update_rows_kernel(P, V, Last, Touched, Grad, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                         COLUMNS: constexpr, ROWS: constexpr):
     t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
-    first, row = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    first, row, column = tl.program_id(0) * ROWS, tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = column < D
     all_touched = tl.load(Touched + first + row, mask=first + row < R, other=0).to(tl.int32)
     for i in range(tl.minimum(ROWS, R - first)):
@@ -504,9 +494,8 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
 
 
 def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
-    """As update_rows_ref, for the rows rows[:count] of p (R, D); row i of grad (M, D) is the gradient of row rows[i].
-    v (R, 1) fp32: average of the mean of grad² over a row. place (R,), rows (M,), count (1,) int32: see FewRows;
-    afterwards no row has a place, and these rows of grad are zero."""
+    """As update_rows_ref, for the rows rows[:count] of p (R, D), with the gradients of FewRows, which is then empty.
+    v (R, 1) fp32: average of the mean of grad² over a row."""
     n = count.item()
     listed = rows[:n].long()
     g, w = _at_least_fp32(grad[:n]), _at_least_fp32(p[listed])
@@ -522,8 +511,8 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
 def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                             COLUMNS: constexpr, ROWS: constexpr):
     t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
-    column = tl.arange(0, COLUMNS)
-    inside, first = column < D, tl.program_id(0) * ROWS
+    first, column = tl.program_id(0) * ROWS, tl.arange(0, COLUMNS)
+    inside = column < D
     for i in range(tl.minimum(ROWS, tl.load(Count) - first)):
         row = tl.load(Rows + first + i).to(tl.int64)
         gradient = Grad + (first + i).to(tl.int64) * D + column
@@ -552,9 +541,9 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that occurred since the last update, at most `most`, which nothing
-    checks. grad (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of
-    grad for each row of the table, -1 without. Only places depend on the order of programs."""
+    """The gradients of a table (R, D) for the rows that occurred since the last update, at most `most`, unchecked.
+    grad (most, D): row i is that of row rows[i], for i below count (1,) int32; place (R,) int32: the row of grad for
+    each row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
@@ -597,8 +586,7 @@ class _Lookup(_Function):
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams. signs: (), or (signs, sign_ids). The
-    backward pass adds to `table.grad`, or to the gradients of `few`, beside torch.autograd.grad. It sets these rows of
-    `touched`, (table's rows,) bool or None, to True."""
+    backward pass adds to `table.grad` or `few` itself, and sets these rows of `touched` (rows,) bool to True."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -610,15 +598,14 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
-# Both ends of the keys that a row sees grow with the row. So a tile of queries (keys) meets one contiguous run of keys
-# (queries). A block is masked only if some row does not see all of it.
-# Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
-# beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
+# A tile of queries (keys) meets one contiguous run of keys (queries). A block is masked only if some row does not see
+# all of it. Exponentials need no running maximum as long as |scale · q · k| < 80; beyond, infinities appear. q and k
+# are RMS-normed: the product is at most d · scale, 17 in the presets.
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
-# section 3 computes s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because
-# they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
+# The forward pass saves lse - log gate in base 2, so that P' takes no further product. output_grad of section 3 makes
+# s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because they read the same
+# rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
 # With 6 heads of 128 and window 640, the passes take 185 and 524 µs (FlashAttention-2: 406 and 1041).
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 
@@ -702,8 +689,7 @@ def _store_tile(X, x, head, first, N, BLOCK, D):
 
 @triton.jit
 def _keys_of_queries(Start, m0, N, window, BLOCK):
-    """Keys that the queries m0 ... m0 + BLOCK - 1 see: (first of each row (BLOCK,), first and last that some row sees,
-    first that every row could see)."""
+    """Keys that the queries from m0 on see: (first of each row (BLOCK,), first and last of any row, first of all)."""
     t = m0 + tl.arange(0, BLOCK)
     last = tl.minimum(m0 + BLOCK, N) - 1
     return (tl.maximum(tl.load(Start + t, mask=t < N, other=0), t - window),
@@ -712,8 +698,7 @@ def _keys_of_queries(Start, m0, N, window, BLOCK):
 
 @triton.jit
 def _queries_of_keys(End, n0, N, window, BLOCK):
-    """Queries that see the keys n0 ... n0 + BLOCK - 1: (last of each key (BLOCK,), last that sees some key, last that
-    could see every key)."""
+    """Queries that see the keys from n0 on: (last of each key (BLOCK,), last of any key, last of all keys)."""
     s = n0 + tl.arange(0, BLOCK)
     last = tl.minimum(n0 + BLOCK, N) - 1
     return (tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window),
@@ -724,8 +709,7 @@ def _queries_of_keys(End, n0, N, window, BLOCK):
 def _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N):
     """x (BLOCK_M, BLOCK_N) with -inf where row t does not see key s; unchanged where every row sees the whole block."""
     if (n0 < to_all) | (n0 + BLOCK_N - 1 > m0):
-        t = m0 + tl.arange(0, BLOCK_M)
-        s = n0 + tl.arange(0, BLOCK_N)
+        t, s = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
         # low <= s <= t in one comparison: as uint32, a negative difference is huge.
         x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) <= (t - low).to(tl.uint32)[:, None], x, float("-inf"))
     return x
@@ -735,13 +719,11 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N):
 def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: constexpr, DV: constexpr,
                       BLOCK_M: constexpr, BLOCK_N: constexpr):
     # First the heads of a tile: programs that run together share keys in L2 and read whole tokens.
-    head = tl.program_id(0) % H
-    m0 = tl.program_id(0) // H * BLOCK_M
+    head, m0 = tl.program_id(0) % H, tl.program_id(0) // H * BLOCK_M
     scale2 = scale * LOG2_E
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK_M)
     q = _load_tile(Q, head, m0, N, BLOCK_M, D)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
+    total, acc = tl.zeros((BLOCK_M,), dtype=tl.float32), tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK_N):
         k = _load_tile(K, head, n0, N, BLOCK_N, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
@@ -752,12 +734,10 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: cons
         v = _load_tile(V, head, n0, N, BLOCK_N, DV)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     t = m0 + tl.arange(0, BLOCK_M)
-    gate_ptr, gate_stride_n, gate_stride_h = Gate
-    gate = tl.load(gate_ptr + t.to(tl.int64) * gate_stride_n + head * gate_stride_h, mask=t < N, other=1.0)
-    gate = gate.to(tl.float32)
+    gate_ptr, stride_n, stride_gate = Gate
+    gate = tl.load(gate_ptr + t.to(tl.int64) * stride_n + head * stride_gate, mask=t < N, other=1.0).to(tl.float32)
     _store_tile((Y, H * DV), acc * (gate / total)[:, None], head, m0, N, BLOCK_M, DV)
-    lse, stride_h = Lse
-    tl.store(lse + head.to(tl.int64) * stride_h + t, tl.log2(total) - tl.log2(gate), mask=t < N)
+    tl.store(Lse[0] + head.to(tl.int64) * Lse[1] + t, tl.log2(total) - tl.log2(gate), mask=t < N)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -766,8 +746,7 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
     # Of one head. The gradient of the values adds to dV0, if given.
     dQ, dK, dV, dV0 = Grads
     tile = tl.program_id(0) // 2
-    head = tile % H
-    i0 = tile // H * BLOCK
+    head, i0 = tile % H, tile // H * BLOCK
     if tl.program_id(0) % 2 == 0:  # keys and values i0 ... i0 + BLOCK - 1
         # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
         s = i0 + tl.arange(0, BLOCK)
@@ -800,8 +779,7 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
         q = _load_tile(Q, head, i0, N, BLOCK, D)
         dy = _load_tile(dY, head, i0, N, BLOCK, DV)
         low, first_key, last_key, to_all = _keys_of_queries(Start, i0, N, window, BLOCK)
-        lse = _load_scalars(Lse, head, i0, N, BLOCK)
-        row_dot = _load_scalars(RowDot, head, i0, N, BLOCK)
+        lse, row_dot = _load_scalars(Lse, head, i0, N, BLOCK), _load_scalars(RowDot, head, i0, N, BLOCK)
         dq = tl.zeros((BLOCK, D), dtype=tl.float32)
         for n0 in range(first_key, last_key + 1, BLOCK):
             k = _load_tile(k_tiles, head, n0, N, BLOCK, D)
@@ -817,24 +795,16 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
 def _aligned_for_tma(x):
     """x, or a contiguous copy if TMA could not load from x: the last stride must be 1, the rest aligned to 16 bytes."""
     in_bytes = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])]
-    if x.stride(-1) == 1 and all(number % 16 == 0 for number in in_bytes):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    aligned = x.stride(-1) == 1 and all(number % 16 == 0 for number in in_bytes)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _head_tiles(x, block):
     """TMA descriptor of (1, block, d) tiles of x (N, H, d) or of (1, block) tiles of x (H, N); without TMA _strided."""
     if not _has_tma(x.device):
         return _strided(x)
-    if x.ndim == 3:
-        x = x.transpose(0, 1)
+    x = x.transpose(0, 1) if x.ndim == 3 else x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block, *x.shape[2:]])
-
-
-def _empty_row_scalars(q):
-    """(H, N) fp32 for one number per query and head, with rows aligned to 16 bytes."""
-    N, H = q.shape[:2]
-    return q.new_empty((H, N + -N % 4), dtype=torch.float32)[:, :N]
 
 
 def attend(q, k, v, gate, start, end, window, scale):
@@ -842,7 +812,7 @@ def attend(q, k, v, gate, start, end, window, scale):
     start, end (N,) int32: of document_of_tokens; `end` is for attend_backward."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
-    y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
+    y, lse = v.new_empty(v.shape), q.new_empty(H, N + -N % 4, dtype=torch.float32)[:, :N]  # rows begin at 16 bytes
     q, k, v = (_aligned_for_tma(x) for x in (q, k, v))
     _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
         _strided(q), *(_head_tiles(x, launch["BLOCK_N"]) for x in (k, v)), (gate, *gate.stride()), y, _strided(lse),
@@ -851,13 +821,12 @@ def attend(q, k, v, gate, start, end, window, scale):
 
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate.
-    dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in it. dv_upstream
-    (N, H, dv), contiguous: a gradient of v from elsewhere, which the result contains."""
+    """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate. dv (N, H, dv), if given, receives the gradient
+    of v; the heads of a token are contiguous. dv_upstream (N, H, dv), contiguous: another gradient of v to add."""
     N, H, D = q.shape
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
-    row_dot = _empty_row_scalars(q).copy_(dgate.t())
+    row_dot = lse.new_empty_strided(lse.shape, lse.stride()).copy_(dgate.t())
     q, dy, k, v = (_aligned_for_tma(x) for x in (q, dy, k, v))
     launch = ATTENTION_LAUNCH[q.dtype]["backward" if D > 64 else "narrow_backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
@@ -899,29 +868,25 @@ def document_of_tokens(cu_seqlens, N):
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
 # Replaces a GEMM and about ten passes over q, k and v: with its gradient 990 µs (compiled PyTorch: 1520).
-# Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
-# embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
-# the view of paired layers requires. Row N takes the half key that the offset moves past the end.
+# Forward: one GEMM whose tiles are a head wide, or two narrow heads, so norm, rotation, offset and value embedding work
+# on the fp32 accumulator. q and k are the contiguous planes of one tensor (2, N + 1, H, w), as the view of paired
+# layers requires. Row N takes the half key that the offset moves past the end.
 # Backward: x Wᵀ is not kept. The rotated y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ, nearly 1, per pair:
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. Sums for w_out and w_ve are per program, then over programs, so a run repeats bit
-# for bit. Only attention_block checks its arguments; the functions that it calls do not.
+# goes straight into its part of dqkv. Sums for w_out and w_ve have a fixed order. attention_block alone checks tensors.
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 
-# 128 x 128 tiles on one warp group, three stages of 32 KiB: two programs share an SM, and one finishes its tile while
-# the other multiplies.
+# Three stages of 32 KiB: two programs share an SM, and one finishes its tile while the other multiplies.
 PROJECT_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_K=64, num_warps=4, num_stages=3),
     torch.float32: dict(BLOCK_M=32, BLOCK_K=32, num_warps=4, num_stages=2),  # for tests: no tensor cores
     E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16
 }
 PROJECT_PROGRAMS_PER_SM = 2
-# 16 rows of one head each; in FP8, 32 tokens of one head.
-PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
-PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)
-# Fewer tokens per program would make more parts of dw_out and dw_ve to add up.
-GATE_LAUNCH = dict(BLOCK=128, num_warps=4)
+PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)  # 16 rows of one head each
+PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)  # 32 tokens of one head
+GATE_LAUNCH = dict(BLOCK=128, num_warps=4)  # fewer tokens would make more parts of dw_out and dw_ve to add up
 
 
 def head_gates_ref(x, ve, w_ve, w_out, paired):
@@ -936,8 +901,8 @@ def head_gates_ref(x, ve, w_ve, w_out, paired):
 
 @triton.jit
 def _gate_ptrs(X, row, num_rows, c, first, end):
-    """Pointers (rows, columns) into the rows `row` of X, a pointer and the stride of a row, and their mask. The columns
-    first ... end - 1 are channels 0, 1, ... of X; all others are masked."""
+    """Pointers into rows of X, a pointer and a stride, and their mask: columns first ... end - 1 are channels
+    0, 1, ... of X; all others are masked."""
     x, stride = X
     ptrs = x + row.to(tl.int64)[:, None] * stride + (c - first)[None, :]
     return ptrs, (row < num_rows)[:, None] & ((c >= first) & (c < end))[None, :]
@@ -958,11 +923,8 @@ def _gate_inputs(X, Ve, t, N, c, FROM_X, C):
 @triton.jit
 def _store_gate(gate_input, W, Gate, t, N, h, c, H, C, SCALE):
     """Gate = SCALE · σ(gate_input Wᵀ), gate_input (tokens, channels)."""
-    w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0)
-    gate = SCALE * tl.sigmoid(tl.dot(gate_input, tl.trans(w), input_precision="ieee"))
-    gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
-    tl.store(gate_ptrs, gate.to(Gate.dtype.element_ty), mask=gate_mask)
+    logit = tl.dot(gate_input, tl.trans(_load(W, h, c, H, C)), input_precision="ieee")
+    _store(Gate, SCALE * tl.sigmoid(logit), t, h, N, H)
 
 
 @triton.jit
@@ -979,16 +941,10 @@ def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: constexpr, H: constex
 @triton.jit
 def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H, C, SCALE):
     """Gradient of gate_input (tokens, channels); stores these tokens' part of the gradient of W to dW (parts, H, C)."""
-    dW += tl.program_id(0) * H * C
-    gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
-    gate = tl.load(gate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
-    dgate_ptrs, _ = _gate_ptrs((dGate, H), t, N, h, 0, H)
-    dgate = tl.load(dgate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
+    gate, dgate, w = _tile(Gate, t, h, N, H), _tile(dGate, t, h, N, H), _load(W, h, c, H, C)
     dlogit = (dgate * gate * (1 - gate / SCALE)).to(gate_input.dtype)
-    w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0)
-    dw_ptrs, _ = _gate_ptrs((dW, C), h, H, c, 0, C)
-    tl.store(dw_ptrs, tl.dot(tl.trans(dlogit), gate_input, input_precision="ieee"), mask=w_mask)
+    dw = tl.dot(tl.trans(dlogit), gate_input, input_precision="ieee")
+    _store(dW + tl.program_id(0) * H * C, dw, h, c, H, C)
     return tl.dot(dlogit, w, input_precision="ieee")
 
 
@@ -1034,7 +990,7 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
     """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `unbind`)."""
     programs, parts, grads = triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), [None, None], [None, None]
     for i, (w, of_w) in enumerate(((w_ve, of_ve), (w_out, of_out))):
-        if w is not None and (part := _part(of_w, x, programs, *w.shape)) is None:
+        if w is not None and (part := of_w and of_w(x, programs, *w.shape)) is None:
             part = grads[i] = x.new_empty(programs, *w.shape, dtype=torch.float32)
         parts[i] = None if w is None else part
     _head_gates_grad_kernel[(programs,)](
@@ -1064,8 +1020,7 @@ def _tanh_of_heads(Share, r, rows, H):
 
 @triton.jit
 def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: constexpr, BLOCK: constexpr):
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, D)
+    r, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     y, v = _tile(Y, r, d, rows, D), _tile(V, r, d, rows, D)
     part = _tanh_of_heads(Share, r, rows, H) * tl.sum(y * v, 1) / tl.maximum(tl.sum(v * v, 1), _VALUE_FLOOR)
     _store(Z, y - part[:, None] * v, r, d, rows, D)
@@ -1074,8 +1029,7 @@ def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: constexpr, BLOCK: constex
 @triton.jit
 def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D: constexpr, BLOCK: constexpr):
     # Gradients of y, v and share, and of the output gate, which has multiplied y. Without Share, dY is dZ.
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, D)
+    r, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     dy, y = _tile(dZ, r, d, rows, D), _tile(Y, r, d, rows, D)
     if Share is not None:
         dz, v, tanh = dy, _tile(V, r, d, rows, D), _tanh_of_heads(Share, r, rows, H)
@@ -1096,29 +1050,25 @@ def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D
     tl.store(dGate + r, dgate, mask=r < rows)
 
 
-def _share_of_heads(share):
-    """What a kernel takes for share (H,) or (N, H): (tensor, stride of a token, stride of a head). None stays None."""
-    return share if share is None else (share, share.stride(0) if share.ndim == 2 else 0, share.stride(-1))
-
-
-def exclude_values(y, v, share):
-    """exclude_values_ref."""
-    (N, H, d), z, block = y.shape, torch.empty_like(y), HEADS_LAUNCH["BLOCK"]
-    _exclude_values_kernel[(triton.cdiv(N * H, block),)](y, v, _share_of_heads(share), z, N * H, H, d, **HEADS_LAUNCH)
+def exclude_values(y, v, share):  # see exclude_values_ref
+    (N, H, d), z, share = y.shape, torch.empty_like(y), share.expand(y.shape[:2])
+    _exclude_values_kernel[(triton.cdiv(N * H, HEADS_LAUNCH["BLOCK"]),)](
+        y, v, (share, *share.stride()), z, N * H, H, d, **HEADS_LAUNCH)
     return z
 
 
 def output_grad(dz, y, v, share, gate, of_share=None):
-    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: dy is dz, and dv
-    and dshare are None. of_share: the parts of share, which then get its gradient."""
-    (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
-    dy, dv, dshare, part = dz, None, None, None
+    """(dy, dv, dshare, dgate), dgate (N, H) fp32 of the output gate; share None: dy is dz, and dv and dshare are None.
+    of_share: gives the memory for the gradient of share, as pieces of `unbind` have."""
+    (N, H, d), dz = y.shape, dz.reshape(y.shape).contiguous()
+    dy, dv, dshare, part, shares = dz, None, None, None, (None, None)
     if share is not None:
-        dy, dv, part = torch.empty_like(y), torch.empty_like(v), _part(of_share, y, N, H)
+        dy, dv, part = torch.empty_like(y), torch.empty_like(v), of_share and of_share(y, N, H)
         dshare = y.new_empty(N, H, dtype=torch.float32) if part is None else part
+        shares = [(x, *x.stride()) for x in (share.expand(N, H), dshare)]
     dgate = y.new_empty(N, H, dtype=torch.float32)
-    _output_grad_kernel[(triton.cdiv(N * H, block),)](
-        dz, y, v, _share_of_heads(share), gate, dy, dv, _share_of_heads(dshare), dgate, N * H, H, d, **HEADS_LAUNCH)
+    _output_grad_kernel[(triton.cdiv(N * H, HEADS_LAUNCH["BLOCK"]),)](
+        dz, y, v, shares[0], gate, dy, dv, shares[1], dgate, N * H, H, d, **HEADS_LAUNCH)
     if share is not None:
         dshare = None if part is not None else (dshare if share.ndim == 2 else dshare.sum(0)).to(share.dtype)
     return dy, dv, dshare, dgate
@@ -1183,10 +1133,10 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
     # X and W are codes if there are scales. Qk and Ve: a pointer and a stride.
     qk, stride_part = Qk
     HALF: constexpr = D // 2
+    TILES: constexpr = 2 * H if NARROW else 3 * H
     c = tl.arange(0, HALF)[None, :]
     if Scales is not None:
         scale = tl.load(Scales[0]) * tl.load(Scales[1])
-    TILES: constexpr = 2 * H if NARROW else 3 * H
     # First the heads of a row block: programs that run together share rows of x in L2. One loop over tiles and K, so
     # that the first loads of a tile are under way while the tile before is finished.
     for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
@@ -1200,8 +1150,7 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
         if Scales is not None:
             acc *= scale
         # (part, h) is the head of the lower half of the columns, (next_part, next_h) that of the upper half. Part 0 is
-        # q, 1 is k, 2 is v. Only tiles of q and k in narrow layers have two heads. With an odd H, one tile has the last
-        # head of q and the first head of k.
+        # q, 1 is k, 2 is v. Tiles of q and k in narrow layers have two heads, with odd H one tile a head of q and of k.
         if NARROW:
             part = tl.minimum(2 * tile // H, 2)
             h = tl.where(part == 2, tile - H, 2 * tile % H)
@@ -1212,8 +1161,7 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
             part, h = tile // H, tile % H
         # Masks instead of branches on `part`, which would keep Triton from joining both loops into one pipelined loop.
         t = first + tl.arange(0, BLOCK_M)
-        token = t.to(tl.int64)[:, None]
-        inside = (t < N)[:, None]
+        token, inside = t.to(tl.int64)[:, None], (t < N)[:, None]
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         row = 2 * t + h % 2 if PAIRED else t  # of the rotary table
         if NARROW:
@@ -1260,8 +1208,8 @@ def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D):
         dx = dx.to(tl.float32)
         codes = _saturate(dx * tl.div_rn(1.0, tl.load(scale)), out.dtype.element_ty)
         tl.store(ptrs, codes, mask=(t < N)[:, None])
-        # The codes are made twice. Of one result stored twice, the assembler of CUDA 12.8 would read every second byte
-        # of e5m2 before it is computed. The compiler cannot merge the two, because each loads the scale.
+        # Made twice: of one result stored twice, the assembler of CUDA 12.8 would read every second byte of e5m2 before
+        # it is computed. The compiler cannot merge the two, because each loads the scale.
         codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(scale)), out_t.dtype.element_ty)
         ptrs = out_t + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, codes_t, mask=(t < N)[None, :])
@@ -1269,12 +1217,11 @@ def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D):
 
 @triton.jit
 def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED, OFFSET, TURNED, H, D, BLOCK):
-    """Stores the gradient of the projection to q or k, from the gradient dY, a pointer and the stride of a row, of the
-    normed Y (N, H, D), whose first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads."""
+    """Stores the gradient of the projection to q or k, from the gradient dY of the normed Y (N, H, D), whose first
+    TURNED channels are rotated. t and h (BLOCK,) are tokens and heads."""
     dy_ptr, stride_dy = dY
-    c = tl.arange(0, D)[None, :]
+    c, inside = tl.arange(0, D)[None, :], (t < N)[:, None]
     column = (h * D)[:, None] + c
-    inside = (t < N)[:, None]
     came_from = t[:, None].to(tl.int64)
     if OFFSET:
         came_from += (c >= D // 2)
@@ -1301,8 +1248,8 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: constexpr,
                          OFFSET: constexpr, NARROW: constexpr, COPY: constexpr, H: constexpr, D: constexpr,
                          BLOCK: constexpr):
-    # dQ, dK, dV and Ve: a pointer and the stride of a row; dQkv: see _store_qkv_grad. Grid axis 0: q, k or v. The rows
-    # are on axes 1 and 2, because either axis is limited to 65535 programs.
+    # dQ, dK, dV and Ve: a pointer and the stride of a row; dQkv: see _store_qkv_grad. Grid axis 0: q, k or v. Axes 1
+    # and 2, which are limited to 65535 programs, have the rows.
     part = tl.program_id(0)
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     if dQkv[1] is None:
@@ -1318,13 +1265,12 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
         _norm_rotary_grad(dK, K, dQkv, Rstd + N * H, Rotary, t, h, N, stride, H * WIDTH, PAIRED, OFFSET, D // 2, H,
                           WIDTH, BLOCK)
     else:
-        token = t.to(tl.int64)[:, None]
-        dv = tl.load(dV[0] + token * dV[1] + ((h * D)[:, None] + tl.arange(0, D)[None, :]), mask=token < N, other=0.0)
+        token, column = t.to(tl.int64)[:, None], (h * D)[:, None] + tl.arange(0, D)[None, :]
+        dv = tl.load(dV[0] + token * dV[1] + column, mask=token < N, other=0.0)
         if COPY:
             _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
             dv = dv.to(tl.float32)
-            column = (h * D)[:, None] + tl.arange(0, D)[None, :]
             gate = tl.load(Gate + (t * H + h), mask=t < N, other=0.0).to(tl.float32)
             ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
             tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
@@ -1349,8 +1295,8 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
 
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
-    """Fills dqkv (N, 2 H w + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
-    dv may be its part of dqkv already. With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
+    """Fills dqkv (N, 2 H w + H d), of which dv may be a part; returns the gradients of ve and ve_gate, if any.
+    With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
     N, H, d = dv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
@@ -1388,8 +1334,7 @@ class _AttentionBlock(_Function):
         share, x, weight, rotary, ve, w_ve, w_out, start, end, y, v, lse, qk, rstd, gates, *codes = ctx.saved_tensors
         window, scale, paired, offset = ctx.settings
         w_scale, x8_t, w8_t, grad_scale, dw_scale = codes or [None] * 5
-        (N, H, d), rows = v.shape, weight.size(0)
-        of_share, of_weight, *of_gates = ctx.parts
+        (N, H, d), rows, (of_share, of_weight, *of_gates) = v.shape, weight.size(0), ctx.parts
         dy, dv, dshare, dgate = output_grad(dz, y, v, share, gates[0], of_share)
         dqkv = x.new_empty(N, rows, dtype=E5M2 if codes else x.dtype)
         dqkv_t = dqkv.new_empty(rows, N) if codes else None
@@ -1402,9 +1347,9 @@ class _AttentionBlock(_Function):
                                          offset, dqkv, dqkv_t, grad_scale)
         if codes:
             dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
-            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale, out=_part(of_weight, x, *weight.shape))
+            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale, out=of_weight and of_weight(x, *weight.shape))
         else:
-            dx, dweight = dqkv @ weight, torch.mm(dqkv.t(), x, out=_part(of_weight, x, *weight.shape))
+            dx, dweight = dqkv @ weight, torch.mm(dqkv.t(), x, out=of_weight and of_weight(x, *weight.shape))
         dw_ve, dw_out = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, *of_gates)
         return None, dshare, dx, dweight.to(x.dtype), None, dve, dw_ve, dw_out, *[None] * (7 + 8 * bool(codes))
 
@@ -1425,25 +1370,24 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
 
 def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
-    rows = 2 * width + d
-    if D * x.element_size() % 16:
-        return f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}"
-    if N == 0 or weight.shape != (H * rows, D) or paired and H % 2:
-        return (f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v) weight must be ({rows} H, {D}),"
-                f" H even in paired layers, got {tuple(weight.shape)}")
-    if narrow and (offset or d < 32):
-        return f"a narrow layer has no offset, and d is at least 32; got d = {d}, offset={offset}"
-    if rotary.size(0) < N * (1 + paired):
-        return f"rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}"
-    if d & (d - 1) or d < 16:
-        return f"head width must be a power of two and at least 16, got {d}"
-    if w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
-        return f"w_out must be ({H}, C), C even and at most {min(D, H * d)}, got {tuple(w_out.shape)}"
-    if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
-        got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
-        return f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got {got[0]} and {got[1]}"
-    if codes is not None and any(size % 16 for size in (N, *weight.shape)):
-        return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
+    rows, positions, most = 2 * width + d, N * (1 + paired), min(D, H * d)
+    got = [None if u is None else tuple(u.shape) for u in (weight, rotary, w_out, ve, w_ve)]
+    faults = (
+        (D * x.element_size() % 16, f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}"),
+        (N == 0 or weight.shape != (H * rows, D) or paired and H % 2,
+         f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v) weight must be ({rows} H, {D}), H even"
+         f" in paired layers, got {got[0]}"),
+        (narrow and (offset or d < 32),
+         f"a narrow layer has no offset, and d is at least 32; got d = {d}, offset={offset}"),
+        (rotary.size(0) < positions, f"rotary must have {positions} rows, got {got[1]}"),
+        (d & (d - 1) or d < 16, f"head width must be a power of two and at least 16, got {d}"),
+        (w_out.size(0) != H or w_out.size(1) > most or w_out.size(1) % 2,
+         f"w_out must be ({H}, C), C even and at most {most}, got {got[2]}"),
+        ((ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d,
+         f"ve must be {(N, H * d)} and w_ve {got[2]}, or both None, got {got[3]} and {got[4]}"),
+        (codes is not None and any(size % 16 for size in (N, *weight.shape)),
+         f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {got[0]}"))
+    return next((words for wrong, words in faults if wrong), None)
 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
@@ -1470,14 +1414,13 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
 #   WeightCodes, Fp8Projections                                codes of weights; of section 3's projection
 #
-# Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
-# stays NaN. Operands of the forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the
-# summed axis, so a tensor that enters two products is stored in both layouts.
-# A scale is static (a constant), exact (the largest weight of a matrix / 448, after every update), or delayed (from the
-# largest value of the last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
+# A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN stays NaN. Operands of the
+# forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the summed axis, so a tensor
+# that enters two products is stored in both layouts.
+# A scale is static (a constant), exact (the largest weight of a matrix / 448), or delayed (from the maximum of the
+# last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
 
 G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
-# A program reads its tile and writes the transposed codes in lines of 128 bytes; it writes the codes in lines of 64.
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 
@@ -1487,8 +1430,7 @@ def x8_scale(D) -> float:
 
 
 def transposed(codes):
-    """A new tensor (N, M), the transpose of codes (M, N). --kernels does not choose for it: where the kernel is faulty,
-    the trial of FP8 also finds this, and FP8 is off."""
+    """A new tensor (N, M), the transpose of codes (M, N), by the kernel: the trial of FP8 finds its faults, too."""
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
@@ -1541,21 +1483,17 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
     tiles = tl.cdiv(N, BLOCK_N)
     m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
     first = matrix.to(tl.int64) * M * N
-    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
-    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
-    tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
-    tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
+    x = _load(X + first, m, n, M, N)
+    _store_codes(Codes + first, CodesT + first, x, tl.div_rn(1.0, scale), m, n, M, N)
 
 
 # x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
-WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
+WEIGHT_CODES = dict(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
-    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given. The interpreter
-    is exact only for values that FP8 holds."""
+    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given."""
     given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
     _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
@@ -1573,16 +1511,15 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 
 class WeightCodes:
     """The e4m3 codes of weights that train in FP8: codes (..., M, N) and codes_t (..., N, M). weights: function that
-    returns the weights (..., M, N) bf16; scales (layers, matrices of a layer): made, or static. Call `refresh` after
-    every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
+    returns the weights (..., M, N) bf16; scales (layers, matrices of a layer): made, or static. Tensors keep their
+    addresses for CUDA graphs. Call `refresh` after every change of the weights."""
     def __init__(self, weights, scales, static=False):
         self.weights, self.of_weights, self.static = weights, scales, static
         x = weights()
         self.codes, self.codes_t = (torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT))
         self.load_state_dict()
 
-    def load_state_dict(self, state=None):
-        """Make the codes of loaded weights. state: delayed scales; see Fp8Mlps."""
+    def load_state_dict(self, state=None):  # state: delayed scales; see Fp8Mlps
         self.refresh()
 
     @torch.no_grad()
@@ -1603,7 +1540,6 @@ class WeightCodes:
 #   dx = dqkv W        dqkv e5m2 (static), W                         bf16, then the gradients of the gates are added
 #   dW = dqkvᵀ x       dqkv, x (static, times factor)                bf16
 #
-#   N, D and the rows of W are multiples of 16.
 # attention_block takes the bf16 weight only to give it a gradient. `scaled_weights` makes the gradient of the factor.
 
 
@@ -1621,8 +1557,8 @@ class ProjectionCodes(NamedTuple):
 
 class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
     def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
-        ctx.save_for_backward(w_scale, *others)
         ctx.dtype = x.dtype
+        ctx.save_for_backward(w_scale, *others)
         return x8.float() @ w8.float().mT * (x_scale * w_scale)
 
     def backward(ctx, grad):
@@ -1654,15 +1590,14 @@ class Fp8Projections(WeightCodes):
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
 # Each product is rounded to the dtype, then post and dpre once more, as in mlp_ref. The square and its derivative are
-# the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four products. The forward pass keeps x
-# and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072,
-# relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
+# the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four. The forward pass keeps x and post:
+# for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)²
+# takes 394 µs (product and compiled pass: 523).
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
-# Hopper: one warp fetches, and two warp groups take turns tile by tile: one multiplies while the other finishes its
-# tile. 5 stages of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. The latter hold post and
-# then the result, in FP8 half of them each for the codes and the transposed codes. num_warps is that of a warp group.
+# Hopper: one warp fetches, and two warp groups take turns: one multiplies while the other finishes its tile. 5 stages
+# of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. num_warps is that of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
               E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)}
 
@@ -1680,8 +1615,7 @@ def mlp_ref(x, W1, W2):
 
 
 def _post_or_dpre(acc, post, scale, DTYPE):
-    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With a scale, which is that of acc, in
-    fp32 and without the factor `unit` of `_scale_and_unit`."""
+    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With the scale of acc: fp32 / `unit`."""
     if scale is None:
         # In bf16 arithmetic on purpose: one instruction for two elements, and conversions in pairs. Doubling is exact.
         if post is None:
@@ -1724,32 +1658,28 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
         a, b = _matrix_tile(A, m0, k, M, K, BLOCK_M, BLOCK_K), _matrix_tile(B, n0, k, N, K, BLOCK_N, BLOCK_K)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
     m, n = m0.to(tl.int64) + tl.arange(0, BLOCK_M), n0.to(tl.int64) + tl.arange(0, BLOCK_N)
-    place, in_tile = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
     if Post is None:
         post: constexpr = None
     else:
-        post = tl.load(Post + place, mask=in_tile, other=0.0)
+        post = _load(Post, m, n, M, N)
     if OutT is None:
-        tl.store(Out + place, _tile_result(acc, post, None, Out.dtype.element_ty), mask=in_tile)
+        _store(Out, _tile_result(acc, post, None, Out.dtype.element_ty), m, n, M, N)
     else:
         scale, unit, to_code = _tile_scales(Scales)
         value = _tile_result(acc, post, scale, tl.float32)
         largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
         tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
         value *= to_code
-        tl.store(Out + place, _saturate(value, Out.dtype.element_ty), mask=in_tile)
+        _store(Out, _saturate(value, Out.dtype.element_ty), m, n, M, N)
         # The kernel transposes the values and then rounds them again, for the reason that _store_qkv_grad gives.
-        codes_t = _saturate(tl.trans(value), Out.dtype.element_ty)
-        tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
+        _store(OutT, _saturate(tl.trans(value), Out.dtype.element_ty), n, m, N, M)
 
 
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
 # fetching warp copies the operands of all tiles, step by step, into a ring of STAGES stages in shared memory.
-# Its arguments travel as one tuple `args`:
 #   A, B, Post, Out, OutT   TMA descriptors of the tensors; for None and the other arguments see _mlp_kernel
 #   a_ring, b_ring          (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
 #   tiles, tiles_t          (2, BLOCK_M, BLOCK_N) and transposed: post and then the result of each warp group
-#   full, free, posts, turn barriers: of the stages the first two, of the warp groups the others
 #
 #   barrier   who arrives                                             who waits, and why
 #   full      the copy engine: both operands of the stage are there   the warp group whose step uses the stage, to read
@@ -1757,18 +1687,17 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 #   turn      the other warp group: the products of its tile are      a warp group, to use the stages in the order in
 #             under way                                               which they are filled
 #   posts     the copy engine: the tile of post is there              the warp group that asked for it, to take the root
-# A barrier counts phases 0, 1, 2, ... and keeps the last bit of the number, the parity. A wait for a parity returns
-# when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once. Use n
-# (0, 1, ...) of a barrier waits for phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
+# A barrier counts phases 0, 1, ... and keeps the last bit of the number, the parity. A wait for a parity returns when
+# its phase is complete; in a new barrier, a wait for parity 1 returns at once. Use n (0, 1, ...) of a barrier waits for
+# phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
 
 @gluon.jit
-def _mlp_fetch(args):
+def _mlp_fetch(A, B, Out, a_ring, b_ring, full, free):
     """The fetching warp: copies the operands of every step of every tile of this program into the ring."""
-    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
+    STAGES: constexpr = a_ring.shape[0]
     BLOCK_M: constexpr = a_ring.shape[1]
     BLOCK_N: constexpr = b_ring.shape[1]
     BLOCK_K: constexpr = a_ring.shape[2]
-    STAGES: constexpr = a_ring.shape[0]
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns, gl.num_programs(0)):
@@ -1782,15 +1711,14 @@ def _mlp_fetch(args):
 
 
 @gluon.jit
-def _mlp_multiply(args, ME):
+def _mlp_multiply(ME, args):
     """Warp group ME (0 or 1): products and epilogue of every second tile of this program."""
-    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
+    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, tiles, tiles_t, full, free, posts, turn = args
+    STAGES: constexpr = a_ring.shape[0]
     BLOCK_M: constexpr = a_ring.shape[1]
     BLOCK_N: constexpr = b_ring.shape[1]
-    STAGES: constexpr = a_ring.shape[0]
     LAYOUT: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
-    columns = gl.cdiv(Out.shape[1], BLOCK_N)
-    steps = gl.cdiv(A.shape[1], a_ring.shape[2])
+    columns, steps = gl.cdiv(Out.shape[1], BLOCK_N), gl.cdiv(A.shape[1], a_ring.shape[2])
     buffer = tiles.index(ME)
     if OutT is None:
         scale: constexpr = None
@@ -1802,18 +1730,17 @@ def _mlp_multiply(args, ME):
     count = 0  # counts the tiles of this warp group
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns,
                       2 * gl.num_programs(0)):
-        m = tile // columns * BLOCK_M
-        n = tile % columns * BLOCK_N
+        m, n = tile // columns * BLOCK_M, tile % columns * BLOCK_N
         if Post is not None:  # the copy engine loads post while the other warp group multiplies
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
         now = step
-        # Without turns, a warp group could wait for the next round of a stage while the stage is one round behind. Both
-        # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
+        # Without turns, a warp group could wait for the next round of a stage that is one round behind: of the same
+        # parity, so the wait would end too early. Warp group 0 has the first turn.
         mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
+        for k in range(steps):
             stage = now % STAGES
             mbarrier.wait(full.index(stage), now // STAGES & 1)
             b = b_ring.index(stage).permute((1, 0))
@@ -1872,23 +1799,25 @@ def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: constexp
         mbarrier.init(posts.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
-    args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
-    gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
-                       [240, 24])
+    args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, tiles, tiles_t, full, free, posts, turn)
+    gl.warp_specialize([(_mlp_multiply, (0, args)), (_mlp_multiply, (1, args)),
+                        (_mlp_fetch, (A, B, Out, a_ring, b_ring, full, free))], [4, 1], [240, 24])
 
 
-def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
-    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N), for codes (N, M). Returns out."""
-    (M, N), K, dtype = out.shape, a.size(1), E4M3 if scales else a.dtype
+def _relu_square(a, b, post=None, scales=None, largest=None):
+    """a (M, K), b (N, K) -> (relu(a bᵀ)² (M, N), None); with post (M, N) -> (2 (a bᵀ) √post, None). With scales of a,
+    b, the result, and post or None: of codes, the codes of the result and their transpose; `largest` is raised."""
+    (M, K), N, dtype, out_t = a.shape, len(b), E4M3 if scales else a.dtype, None
+    out = a.new_empty(M, N, dtype=a.dtype if not scales else E4M3 if post is None else E5M2)
+    if scales:  # the maximum is seen as int32: bits of nonnegative numbers are ordered as the numbers; NaN is largest
+        out_t, largest = out.new_empty(N, M), largest.view(torch.int32)
     hopper = dtype in MLP_HOPPER and _is_hopper(a.device)
     launch = (MLP_HOPPER if hopper else MLP_LAUNCH)[dtype]
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
-        return out
-    if any(t.data_ptr() % 16 for t in (a, b)):
-        raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
+        return out, out_t
     if scales and post is not None:
         post = post.view(out.dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
 
@@ -1899,27 +1828,22 @@ def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
         blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"),
         None if post is None else blocks(post, "BLOCK_M", "BLOCK_N"), blocks(out, "BLOCK_M", "BLOCK_N"),
         None if out_t is None else blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
-    return out
-
-
-def _relu_square(a, b, post=None):
-    """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
-    return _launch_mlp(a, b, post, a.new_empty(len(a), len(b)))
+    return out, out_t
 
 
 class _Mlp(_Function):
     def forward(ctx, x, W1, W2):
-        post = _relu_square(x, W1)
+        post, _ = _relu_square(x, W1)
         ctx.save_for_backward(x, W1, W2, post)
         ctx.parts = _parts(W1, W2)
         return post @ W2
 
     def backward(ctx, grad):
         (x, W1, W2, post), grad = ctx.saved_tensors, grad.contiguous()
-        dW1, dW2 = (_part(of_w, x, *W1.shape) for of_w in ctx.parts)
+        dW1, dW2 = (of_w and of_w(x, *W1.shape) for of_w in ctx.parts)
         # First: a product gives a new thread of autograd the CUDA context that descriptors need.
         dW2 = torch.mm(post.mT, grad, out=dW2)
-        dpre = _relu_square(grad, W2, post)
+        dpre, _ = _relu_square(grad, W2, post)
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
@@ -1932,7 +1856,7 @@ mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x,
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
 #   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, scales)     replaces mlp(x, W1, factor · W2); scales contain the factor
 #
-#   product           operands (scale)                         result
+#   product           operands (scale)                         result; N, D and F are multiples of 16
 #   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)            post = relu(bf16(pre))², e4m3 codes (delayed)
 #   y = post W2       post, W2 e4m3 (exact, times factor)      bf16, with fast accumulation
 #   dW2 = postᵀ g     post, g e5m2 (static, times factor)         bf16
@@ -1940,16 +1864,13 @@ mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x,
 #   dW1 = dpreᵀ x     dpre, x                                  bf16
 #   dx = dpre W1      dpre, W1                                 bf16
 #
-#   N, D and F are multiples of 16; x is RMS-normed; W1 and W2 are the matrices i of the bank. Gradient of the factor:
-#   see `scaled_weights`.
-#
-# Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for post and
-# dpre, whose sums have only D terms. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
+# x is RMS-normed; W1 and W2 are the matrices i of the bank. `scaled_weights` makes the gradient of the factor.
+# Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for the D terms
+# of post and dpre. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
 # The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
 # stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
-# the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
-# PR 363 (Warpscale).
+# the epilogue: PR 349 (ANVIL), record 92. Delayed scales: PR 344 (Glitchfix); maxima in the kernel: PR 363 (Warpscale).
 
 HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that of the step before by this factor
 POST_FLOOR, DPRE_FLOOR = 1e-6, 1e-12  # least delayed scales
@@ -1969,18 +1890,11 @@ def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None,
     return codes, codes.mT.contiguous()
 
 
-def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
-    """Launch the kernel that computes relu_square_codes_ref."""
-    shape, dtype = (len(a), len(b)), E4M3 if post is None else E5M2
-    out, out_t = (torch.empty(size, dtype=dtype, device=a.device) for size in (shape, shape[::-1]))
-    # Kernels see the maximum as int32: the bits of nonnegative numbers are ordered as the numbers, and NaN is largest.
-    _launch_mlp(a, b, post, out, out_t, (scale_a, scale_b, scale_out, scale_post), largest.view(torch.int32))
-    return out, out_t
-
-
-def relu_square_codes(a, *others):
+def relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
     """relu_square_codes_ref, or its kernel on a GPU. On Hopper, K, M and N are multiples of 16."""
-    return (relu_square_codes_ref if _takes_ref(a) else _relu_square_codes)(a, *others)
+    if _takes_ref(a):
+        return relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post, scale_post)
+    return _relu_square(a, b, post, (scale_a, scale_b, scale_out, scale_post), largest)
 
 
 class _MlpFp8(_Function):
@@ -2000,7 +1914,7 @@ class _MlpFp8(_Function):
         w2_scale, dw2_scale, x8_t, post, post_t, codes, codes_t, scales = ctx.saved_tensors
         x_scale, w1_scale, _, post_scale, g_scale, dpre_scale = scales[ctx.i, :, 0]
         g, g_t = ctx.grad_codes and ctx.grad_codes.take() or both_layouts(grad, ctx.g_scale, E5M2)
-        dW1, dW2 = (_part(of_w, grad, *ctx.shape) for of_w in ctx.parts)
+        dW1, dW2 = (of_w and of_w(grad, *ctx.shape) for of_w in ctx.parts)
         dW2 = scaled_product(post_t, g_t, post_scale, dw2_scale, out=dW2)
         dpre, dpre_t = relu_square_codes(g, codes[ctx.i, 1], g_scale, w2_scale, dpre_scale, ctx.dpre_max[ctx.i], post,
                                          post_scale)
@@ -2011,13 +1925,11 @@ class _MlpFp8(_Function):
 class Fp8Mlps(WeightCodes):
     """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
     with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
-    the gradient of y comes as codes, see `mix`.
-    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` also
-    after every optimizer step that changes no weights."""
-    contract = _contract(x="?N D", W1="F D", W2="F D")
-
+    the gradient of y comes as codes, see `mix`. bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it
+    that get the gradients. Call `refresh` also after every optimizer step that changes no weights."""
     def __init__(self, bank, loss_scale):
         self.loss_scale, count, device = loss_scale, len(bank), bank.device
+        self.new_grad_codes = functools.partial(GradCodes, G8_SCALE * loss_scale)  # for the gradient of one y
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
         self.pairs = self.scales[:, 2:5:2]  # of W2 and g
@@ -2044,22 +1956,16 @@ class Fp8Mlps(WeightCodes):
         self.refresh()
 
     @torch.no_grad()
-    def refresh(self, max_over_ranks=lambda maxima: None):
-        """Make the codes again and set the scales of the next step."""
+    def refresh(self, max_over_ranks=lambda maxima: None):  # and sets the scales of the next step
         max_over_ranks(self.maxima)
         scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
         scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
         self.maxima.zero_()
         super().refresh()
 
-    def new_grad_codes(self):
-        """For the gradient of one y."""
-        return GradCodes(G8_SCALE * self.loss_scale)
-
     def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
-        F, D = self.codes.shape[2:]
-        given = dict(W1=W1, W2=W2) if codes else dict(x=x, W1=W1, W2=W2)
-        _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
+        given, sizes = dict(x=None if codes else x, W1=W1, W2=W2), dict(zip("FD", self.codes.shape[2:]))
+        _require("Fp8Mlps", dict(x="?N D", W1="F D", W2="F D"), given, sizes, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, scales or (*self.pairs[i, :, 0],), self, i, codes, grad_codes)
@@ -2075,13 +1981,12 @@ class Fp8Mlps(WeightCodes):
 #
 #   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
-# Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
-# output, only J sums per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
+# It replaces a (N, N) mask per column by attention whose value is a comparison: there is no (N, d) output, only J sums
+# per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
 # One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
-# Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
-# the pointer a head of the track's model (PR 379).
+# Pointer with a sentinel: Merity et al., arXiv 1609.07843; as a head: NathanGodey, yoavartzi (PR 379).
 
 # The arguments of `pointer` that do not depend on the targets.
 Point = collections.namedtuple("Point", "q k sink tokens start end window scale")
@@ -2146,8 +2051,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
         k = _load_tile(K, 0, n0, N, BLOCK, D)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
-        x = _mask_later(x, low, s, t)
+        x = _mask_later(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2, low, s, t)
         higher = tl.maximum(top, tl.max(x, 1))
         fade = tl.exp2(top - higher)
         p = tl.exp2(x - higher[:, None])
@@ -2157,8 +2061,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
             copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
             hit = (copied[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
             new_sums += (sums[j] * fade + tl.sum(tl.where(hit, p, 0.0), 1),)
-        sums = new_sums
-        top = higher
+        sums, top = new_sums, higher
     tl.store(Lse + t, top + tl.log2(total), mask=t < N)
     tl.store(SinkMass + t, tl.exp2(sink - top) / total, mask=t < N)
     for j in tl.static_range(COUNT):
@@ -2192,8 +2095,7 @@ def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End
         for m0 in range(i0, last_query + 1, BLOCK):
             t = m0 + tl.arange(0, BLOCK)
             q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
-            lse = tl.load(Lse + t, mask=t < N, other=0.0)
-            dot = tl.load(Dot + t, mask=t < N, other=0.0)
+            lse, dot = tl.load(Lse + t, mask=t < N, other=0.0), tl.load(Dot + t, mask=t < N, other=0.0)
             x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
             # s < t <= high in one comparison
             seen = (t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None]
@@ -2205,14 +2107,12 @@ def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End
         t = i0 + tl.arange(0, BLOCK)
         low, first_key, last_key, _ = _keys_of_queries(Start, i0, N, window, BLOCK)
         q = _load_tile((Q, D, D), 0, i0, N, BLOCK, D)
-        lse = tl.load(Lse + t, mask=t < N, other=0.0)
-        dot = tl.load(Dot + t, mask=t < N, other=0.0)
+        lse, dot = tl.load(Lse + t, mask=t < N, other=0.0), tl.load(Dot + t, mask=t < N, other=0.0)
         dq = tl.zeros((BLOCK, D), dtype=tl.float32)
         for n0 in range(first_key, last_key + 1, BLOCK):
             s = n0 + tl.arange(0, BLOCK)
             k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
-            x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-            x = _mask_later(x, low, s, t)
+            x = _mask_later(tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E), low, s, t)
             grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
             dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
         _store_tile((dQ, D), dq * scale, 0, i0, N, BLOCK, D)
@@ -2296,8 +2196,7 @@ def _pointer_inputs_kernel(Projected, Gain, Weights, Start, Q, K, Sink, N, scale
     q = (tl.load(Gain) * q).to(Q.dtype.element_ty)
     _store(Q, q, n, d, N, D)
     tl.store(Sink + n, scale * tl.sum(q.to(tl.float32) * tl.load(Weights + d)[None, :], 1), mask=n < N)
-    k, _ = _pointer_key(Projected, Start, n, d, N, D)
-    k, _ = _unit(k, D)
+    k, _ = _unit(_pointer_key(Projected, Start, n, d, N, D)[0], D)
     _store(K, k, n, d, N, D)
 
 
@@ -2360,8 +2259,7 @@ pointer_inputs = operation(
 # Pointer head: no token has the class c, the gate. Section 6 gives mass and sink_mass. The term k of the loss becomes
 #   -w_k ln p',  α = exp(z_c - lse),  p = exp(z_target - lse),
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
-# So α goes to the copies (α mass_k), and the part of α that the sink takes goes to the other classes in proportion:
-# 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
+# So α goes to the copies (α mass_k), and the part of α that the sink takes to the other classes. Its gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
@@ -2369,17 +2267,17 @@ pointer_inputs = operation(
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
 # The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
-# HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
-# whole, the gradient does (2.5 GB of codes at N = 49152); without FP8 it overwrites the logits.
+# HeadLoss takes one block of rows after another. The (N, V) logits never exist as a whole, the gradient does (2.5 GB of
+# codes at N = 49152); without FP8 it overwrites the logits.
 # With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
 # Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
-# Scales of record 74 (PR 207); the scale of the gradient is GRAD_SCALE · loss_scale. A normed h is at most √D, so 100
-# is out of reach up to 10000 channels. Weights beyond ±W_LIMIT saturate, and the log counts them. .75 is about
-# 23 / 7.5 / 4, the largest gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
+# Scales of record 74 (PR 207), that of the gradient times loss_scale. A normed h is at most √D, so 100 is out of reach
+# up to 10000 channels. Weights beyond ±W_LIMIT saturate; the log counts them. .75 is about 23 / 7.5 / 4, the largest
+# gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
 W_LIMIT = 1.6
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 
@@ -2402,16 +2300,13 @@ def multi_token_targets(targets, count):
 #   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
 #   next_losses  None, or gets loss_scale times the loss of the first target alone, without its weight
 #
-# One program per row reads the row once, and writes the gradient once. After memory, the next limit is the
-# special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
-# share a reciprocal (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
-# The gradient is e u (1 - u) times loss_scale S / Σ, and Σ is known only after the pass over the row. Until then, each
-# register holds two of these products as fp16, so two programs fit an SM: one reads while the other computes.
-# No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
+# One program per row reads the row once, and writes the gradient once. The next limit is the special-function unit, 16
+# results per clock and SM. exp, 1/x and exp would be three results per logit; two logits share a reciprocal
+# (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
+# The gradient is e u (1 - u) times loss_scale S / Σ. Until Σ is known, a register holds two of these products as fp16,
+# so two programs fit an SM: one reads while the other computes. Columns of targets are overwritten at the end.
 
-# (limit in columns, launch parameters); the first entry that fits is used.
-CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
-             (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
+CE_LAUNCH = dict(SEGMENT=2048, num_warps=16, maxnreg=64)  # up to 16384 columns, 8 warps
 LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
 
 
@@ -2478,54 +2373,42 @@ def _lifted_exp(u):
     return tl.exp2(u * (_CAP * LOG2_E) + (LIFT - _CAP * LOG2_E))
 
 
-@triton.jit
-def _read_row(Row, C, SEGMENT, KEEP):
-    """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The
-    two columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
-    col = tl.arange(0, SEGMENT)
-    even = 2 * tl.arange(0, SEGMENT // 2)
-    total = tl.zeros((SEGMENT // 2,), dtype=tl.float32)
-    unscaled = ()
-    for start in tl.static_range(0, C, SEGMENT):
-        if start + SEGMENT <= C:
-            x = tl.load(Row + start + col)
-        else:
-            x = tl.load(Row + start + col, mask=start + col < C, other=0.0)
-        xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
-        da = 1.0 + tl.exp2(_exponent(xa))
-        db = 1.0 + tl.exp2(_exponent(xb))
-        # 1 / (da db) as a squared rsqrt, because Triton's 1/x is several instructions.
-        r = tl.rsqrt(da * db)
-        r = r * r
-        ua = r * db
-        ub = r * da
-        ea = _lifted_exp(ua)
-        eb = _lifted_exp(ub)
-        if start + SEGMENT <= C:
-            total += ea
-            total += eb
-        else:
-            total += tl.where(start + even < C, ea, 0.0)
-            total += tl.where(start + even + 1 < C, eb, 0.0)
-        if KEEP:
-            ga = ea * (ua - ua * ua)
-            gb = eb * (ub - ub * ub)
-            if Row.dtype.element_ty.primitive_bitwidth == 16:
-                # In assembly, because the compiler sees through shifts and gives each half a register of its own.
-                unscaled = unscaled + (tl.inline_asm_elementwise(
-                    "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [ga, gb], dtype=tl.uint32, is_pure=True, pack=1),)
-            else:
-                unscaled = unscaled + ((ga, gb),)
-    return tl.sum(total, axis=0), unscaled
-
-
 @triton.jit(do_not_specialize=["count", "gate"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
                           code_scale, count, C: constexpr, BLOCK_K: constexpr, SEGMENT: constexpr):
     # Logits, Targets and Grad: a pointer and strides.
     row = tl.program_id(0).to(tl.int64)
     logits = Logits[0] + row * Logits[1]
-    total, unscaled = _read_row(logits, C, SEGMENT, Grad is not None)
+    # Σ exp(z - 23), and of each segment e u (1 - u), both times 2^LIFT. a: even columns, b: odd ones; they share 1/x.
+    col, even = tl.arange(0, SEGMENT), 2 * tl.arange(0, SEGMENT // 2)
+    sums, unscaled = tl.zeros((SEGMENT // 2,), dtype=tl.float32), ()
+    for start in tl.static_range(0, C, SEGMENT):
+        if start + SEGMENT <= C:
+            x = tl.load(logits + start + col)
+        else:
+            x = tl.load(logits + start + col, mask=start + col < C, other=0.0)
+        xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
+        da, db = 1.0 + tl.exp2(_exponent(xa)), 1.0 + tl.exp2(_exponent(xb))
+        # 1 / (da db) as a squared rsqrt, because Triton's 1/x is several instructions.
+        r = tl.rsqrt(da * db)
+        r = r * r
+        ua, ub = r * db, r * da
+        ea, eb = _lifted_exp(ua), _lifted_exp(ub)
+        if start + SEGMENT <= C:
+            sums += ea
+            sums += eb
+        else:
+            sums += tl.where(start + even < C, ea, 0.0)
+            sums += tl.where(start + even + 1 < C, eb, 0.0)
+        if Grad is not None:
+            ga, gb = ea * (ua - ua * ua), eb * (ub - ub * ub)
+            if logits.dtype.element_ty.primitive_bitwidth == 16:
+                # In assembly, because the compiler sees through shifts and gives each half a register of its own.
+                unscaled = unscaled + (tl.inline_asm_elementwise(
+                    "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [ga, gb], dtype=tl.uint32, is_pure=True, pack=1),)
+            else:
+                unscaled = unscaled + ((ga, gb),)
+    total = tl.sum(sums, axis=0)
     # The loss, from the logits of the targets.
     k = tl.arange(0, BLOCK_K)
     target = tl.load(Targets[0] + row * Targets[1] + k * Targets[2], mask=k < count, other=-1)
@@ -2542,17 +2425,15 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         sink = tl.load(Masses[1] + row) * rest
         kept = 1.0 + alpha * sink
         mixed = kept + alpha * ratio  # probability of the target / p
-        gain = tl.log2(mixed) / LOG2_E
         pull = weight * kept / mixed
         push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
         if dMasses is not None:
             tl.store(dMasses[0] + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
             tl.store(dMasses[1] + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
-        loss -= gain
+        loss -= tl.log2(mixed) / LOG2_E
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
     if NextLosses is not None:
         tl.store(NextLosses + row + k, loss_scale * tl.where(is_target, loss, 0.0), mask=k == 0)
-
     # Scale and write the gradient of every column, then overwrite the columns of the targets.
     if Grad is not None:
         grad = Grad[0] + row * Grad[1]
@@ -2567,7 +2448,6 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u) - unit * summed) * (u - u * u)
-        col = tl.arange(0, SEGMENT)
         for start in tl.static_range(0, C, SEGMENT):
             if logits.dtype.element_ty.primitive_bitwidth == 16:  # packed in fp16
                 pair = unscaled[start // SEGMENT]
@@ -2591,15 +2471,14 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
 def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C) and next_losses (n,), if given."""
     (n, C), K = logits.shape, weights.numel()
-    masses, grads, gate = None, None, 0
-    if copies is not None:
-        masses, grads, gate = copies[:2], None if grad is None else copies[3:], copies.gate
-        if not 0 <= gate < C:
-            raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
+    gate = copies.gate if copies else 0
+    if not 0 <= gate < C:
+        raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
+    masses, grads = copies and copies[:2], copies and copies[3:] if grad is not None else None
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
-    launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
-    launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
+    launch = CE_LAUNCH | dict(SEGMENT=min(CE_LAUNCH["SEGMENT"], triton.next_power_of_2(C)))
+    launch |= dict(num_warps=8) if C <= 16384 else {}
     _cross_entropy_kernel[(n,)](
         _strided(logits), (targets, *targets.stride()), weights, losses, next_losses, _strided(grad),
         masses, grads, gate, loss_scale, code_scale, K, C=C, BLOCK_K=block_k, **launch)
@@ -2623,9 +2502,8 @@ class _HeadLoss(_Function):
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
             logits = lambda rows: torch.mm(h[rows], W, out=grad[rows])
-        copies = None
-        if mass is not None:
-            copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
+        copies = None if mass is None else Copies(
+            mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
         ctx.save_for_backward(grad, *operands, candidates, *copies[3:] if copies else (None, None))
         code_scale = GRAD_SCALE * loss_scale if head.fp8 else 1.0
         targets, next_losses = multi_token_targets(targets, weights.numel()), torch.empty(len(h), device=h.device)
@@ -2634,8 +2512,7 @@ class _HeadLoss(_Function):
         return loss
 
     def backward(ctx, upstream):
-        head = ctx.head
-        grad, x, w, candidates, dmass, dsink_mass = ctx.saved_tensors
+        head, (grad, x, w, candidates, dmass, dsink_mass) = ctx.head, ctx.saved_tensors
         sampled = candidates is not None
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
@@ -2668,8 +2545,7 @@ class HeadLoss(WeightCodes):
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
     The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
     embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
-    first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next tokens alone,
-    with weight 1; it stays at its address."""
+    first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next token alone."""
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
         self.embedding, self.pointer, self.gate = embedding, pointer, gate
@@ -2690,9 +2566,7 @@ class HeadLoss(WeightCodes):
 
     def masses(self, ids, weights, point):
         """(mass (N, K), sink_mass (N,)) of the targets `ids` (N,), or None twice without a pointer head."""
-        if point is None:
-            return None, None
-        return self.pointer(*point, multi_token_targets(ids, weights.numel()))
+        return self.pointer(*point, multi_token_targets(ids, weights.numel())) if point else (None, None)
 
     @torch.no_grad()
     def losses(self, h, targets, weights, point=None, rows=None):
@@ -2706,10 +2580,9 @@ class HeadLoss(WeightCodes):
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
         """cross_entropy of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows."""
         blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
-        return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
-                                             None if grad is None else grad[rows],
-                                             None if copies is None else copies.rows(rows),
-                                             None if next_losses is None else next_losses[rows]) for rows in blocks])
+        return torch.cat([self.cross_entropy(
+            logits(rows), targets[rows], weights, loss_scale, code_scale, None if grad is None else grad[rows],
+            copies and copies.rows(rows), None if next_losses is None else next_losses[rows]) for rows in blocks])
 
 
 # ======================================================================================================================
@@ -2718,8 +2591,8 @@ class HeadLoss(WeightCodes):
 #   XTX(X, out, scale)                     out = s² Xᵀ X                    replaces X.mT @ X
 #   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)     replaces torch.baddbmm; P symmetric
 #
-# scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
-# symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
+# scale: s (n,) fp32, or None for 1. The batch dimension may be absent. `out` is exactly symmetric. Rows of the input
+# are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
 # scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product, without a copy of X.
 # Only the tiles on and below the diagonal are launched; a tile below it is stored twice, the second time transposed.
 # XTX reads tiles across and transposes them on chip. tests/lesson.py builds this kernel in four steps. For 40 matrices
@@ -2743,31 +2616,27 @@ GRAM_LAUNCH = {
 }
 
 
-def _mirror_lower(product, out):
-    """out = the lower half of product, mirrored."""
+def _mirror_lower(product, out, scale, power=1):
+    """out = scale (n,), None for 1, to this power, times the lower half of product (n, M, M), mirrored."""
+    product = product if scale is None else scale.view(-1, 1, 1)**power * product
     return out.copy_(product.tril() + product.tril(-1).mT)
-
-
-def _per_matrix(scale):
-    """scale (n,) as a factor of (n, M, M)."""
-    return 1.0 if scale is None else scale.view(-1, 1, 1)
 
 
 def XXT_ref(X, out, scale=None):
     """out = s² X Xᵀ; returns out."""
-    return _mirror_lower(_per_matrix(scale)**2 * (_at_least_fp32(X) @ _at_least_fp32(X).mT), out)
+    return _mirror_lower(_at_least_fp32(X) @ _at_least_fp32(X).mT, out, scale, 2)
 
 
 def XTX_ref(X, out, scale=None):
     """out = s² Xᵀ X; returns out."""
-    return _mirror_lower(_per_matrix(scale)**2 * (_at_least_fp32(X).mT @ _at_least_fp32(X)), out)
+    return _mirror_lower(_at_least_fp32(X).mT @ _at_least_fp32(X), out, scale, 2)
 
 
 def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
     """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     P = _at_least_fp32(P)
     eye = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
-    return _mirror_lower(_per_matrix(scale) * (c * (P @ P.mT) + b * P + a * eye), out)
+    return _mirror_lower(c * (P @ P.mT) + b * P + a * eye, out, scale)
 
 
 @triton.jit
@@ -2791,8 +2660,7 @@ def _gram_tile(X, batch, m, k, M, K, ACROSS, BLOCK, BLOCK_K):
 def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND: constexpr, BLOCK: constexpr,
                  BLOCK_K: constexpr):
     # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. The first tile of a row
-    # has 8t + 1 = (2 row + 1)², the tile before it 8 less. So 8t + 4 is 3 above this square for the one and 5 below it
-    # for the other, and rounding of the root does not change the row.
+    # has 8t + 1 = (2 row + 1)², the tile before it 8 less. 8t + 4 lies between, so rounding does not change the row.
     t = tl.program_id(0)
     row = ((tl.sqrt((8 * t + 4).to(tl.float32)) - 1) / 2).to(tl.int32)
     col = t - row * (row + 1) // 2
@@ -2802,10 +2670,8 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND:
         left = _gram_tile(Tiles, batch, row * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
         right = _gram_tile(Tiles, batch, col * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
-
     i = tl.arange(0, BLOCK)
-    m = row.to(tl.int64) * BLOCK + i  # (BLOCK,) rows of Out
-    n = col.to(tl.int64) * BLOCK + i  # (BLOCK,) columns of Out
+    m, n = row.to(tl.int64) * BLOCK + i, col.to(tl.int64) * BLOCK + i  # (BLOCK,) rows and columns of Out
     in_tile = (m < M)[:, None] & (n < M)[None, :]
     if ADDEND:
         x, stride_b, stride_m = X
@@ -2846,30 +2712,25 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     if _has_tma(X.device):
         block = launch["BLOCK"], launch["BLOCK_K"]
         tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]])
-    # In launch order, first the tiles of one matrix. At M = 768 a matrix stays in L2 without any reordering of tiles.
+    # At M = 768 a matrix stays in L2 without any reordering of tiles.
     _gram_kernel[(tiles, n)](tiles_of_X, _strided(X), (out_3d, *out_3d.stride()), scale, M, K, c, b, a,
                              ACROSS=axis == -1, ADDEND=addend, **launch)
     return out
 
 
-def _separate(target, source):
-    """A check that no tensor is given twice, because the kernel reads `source` while it writes `target`."""
-    def check(**given):
-        tensors = [id(x) for x in given.values() if isinstance(x, Tensor)]
-        if len({*tensors}) < len(tensors):
-            return f"{target} must not be {source}, which is read while {target} is written"
-    return check
+def _separate(**given):
+    """A check that a kernel does not write the tensor that it reads, the first."""
+    source, *others = (name for name, x in given.items() if isinstance(x, Tensor))
+    return next((f"{name} must not be {source}, which is read while {name} is written" for name in others
+                 if given[name] is given[source]), None)
 
 
-_out_is_new = _separate("out", "the input")
-
-
-XXT = operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+XXT = operation(XXT_ref, check=_separate, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
     lambda X, out, scale=None: _launch_gram("XXT", X, -2, out, scale))
-XTX = operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")(
+XTX = operation(XTX_ref, check=_separate, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")(
     lambda X, out, scale=None: _launch_gram("XTX", X, -1, out, scale))
 ba_plus_cAA = operation(
-    ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+    ba_plus_cAA_ref, check=_separate, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
     lambda P, c, b, out, a=0.0, scale=None: _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True))
 
 
@@ -2894,10 +2755,9 @@ ba_plus_cAA = operation(
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
-#   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers that change from step to step
-#   may be 0-D tensors.
-# Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums over a matrix are
-# partial sums in a fixed order. For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
+#   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers of a step may be 0-D tensors.
+# Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums have a fixed order.
+# For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 
@@ -2989,8 +2849,7 @@ def _row_norms_kernel(Y, V, Sums, R, C, beta2, ROWS: constexpr, COLUMNS: constex
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = row < R
     row += tl.program_id(1) * R
-    y = tl.load(Y + row.to(tl.int64)[:, None] * C + column[None, :],
-                mask=inside[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)
+    y = _tile(Y, row, column, (tl.program_id(1) + 1) * R, C)
     q = tl.sum(y * y, axis=1) / C
     v = tl.load(V + row, mask=inside, other=1.0)
     v += (1 - beta2) * (q - v)
@@ -3010,7 +2869,6 @@ def _normuon_kernel(P, Mantissa, V, Y, Average, Sums, MatrixLr, lr, weight_decay
     sums, known = Sums + 2 * (tl.program_id(1) * tl.num_programs(0) + block), block < tl.num_programs(0)
     norm = tl.sqrt(tl.sum(tl.load(sums, mask=known, other=0.0), axis=0))
     new_norm = tl.sqrt(tl.sum(tl.load(sums + 1, mask=known, other=0.0), axis=0))
-
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < R)[:, None] & (column < C)[None, :]
     v = tl.load(V + tl.program_id(1) * R + row, mask=row < R, other=1.0)
@@ -3066,8 +2924,8 @@ def replicated_update_ref(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, ad
 
 
 @triton.jit(do_not_specialize=["t"])
-def _adam_kernel(P, M, V, Grad, Average, size, step_size, weight_decay, beta1, beta2, eps, average_rate, t, LrMul,
-                 WdMul, BLOCK: constexpr):
+def _adam_kernel(P, M, V, Grad, Average, step_size, weight_decay, beta1, beta2, eps, average_rate, t, LrMul, WdMul,
+                 size, BLOCK: constexpr):
     # With LrMul, beta1 and beta2 are pointers, too, step_size is the rate, and weight_decay that of all weights.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -3092,9 +2950,8 @@ def _adam_kernel(P, M, V, Grad, Average, size, step_size, weight_decay, beta1, b
         tl.store(Average + i, average + (w - average) * _number(average_rate), mask=inside)
 
 
-def _launch_adam(p, m, v, grad, average, *numbers):
-    grid = (triton.cdiv(p.numel(), ADAM_LAUNCH["BLOCK"]),)
-    _adam_kernel[grid](p, m, v, grad, average, p.numel(), *numbers, **ADAM_LAUNCH)
+def _launch_adam(p, *args):
+    _adam_kernel[(triton.cdiv(p.numel(), ADAM_LAUNCH["BLOCK"]),)](p, *args, p.numel(), **ADAM_LAUNCH)
 
 
 @operation(adam_update_ref, any_dtype=True, p="...: bf16 fp32", m="...: fp32", v="...: fp32", grad="...: bf16 fp32",
@@ -3110,8 +2967,8 @@ def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_w
 
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
-# 2505.16932; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to 0.85 ... 1.14 in 5 steps,
-# those above 3e-3 to 0.74 ... 1.21 in 4 steps.
+# 2505.16932; 5 steps are its own table. Singular values of X / ‖X‖ above 1e-3 come to 0.85 ... 1.14, in 4 steps those
+# above 3e-3 to 0.74 ... 1.21.
 POLAR_EXPRESS = {
     5: (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -3159,15 +3016,13 @@ def polar_express(X, scale, ops, steps=5):
 #   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
 # mix reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
 # layouts in its place. Where another mix has made a stream, ds = f g is not written: that mix reads g and f.
-# Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
-# mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
-# kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
+# Many layers add the same streams (embeddings). add_later hands every layer a sum that has no memory: mix reads its
+# streams, and its gradient is g, which mix writes anyway. At the end one kernel makes the gradients of all these sums.
 # unbind and columns make one gradient of many small tensors. A backward pass writes the parts of a piece's gradient (df
-# per token) beside autograd, and one sum takes the parts of all pieces. A column's df has its place in the matrix.
+# per token) beside autograd, and one sum takes the parts of all pieces.
 # Tensors without memory, one NaN expanded, stand for what is never written: the sums of add_later, the normed stream if
 # its reader takes codes, and its gradient if that travels as codes (GradCodes).
 
-MIX_STREAMS = _contract(stream="N D")
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
 MIX_GRAD_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=8),
                    "plain": dict(BLOCK_N=8, BLOCK_D=256, num_warps=8)}
@@ -3216,26 +3071,22 @@ class _Parts(_Beside):
         return self.pieces(self.left)[i]
 
 
-def _part(parts, like, *shape, adds=False):
-    """The part of a piece, by its `parts`; None: autograd gets the gradient."""
-    return parts and parts[0].part(parts[1], like, *shape, adds=adds)
-
-
 def _parts(*tensors):
-    return [getattr(x, "parts", None) for x in tensors]
+    """What gives memory for the gradients of pieces; None for other tensors: autograd gets their gradients."""
+    return [getattr(x, "part", None) for x in tensors]
 
 
 def _as_pieces(tensors, parts):
     """The tensors, whose readers find the parts of their gradients."""
     for i, x in enumerate(tensors):
-        x.parts = parts, i
+        x.part = functools.partial(parts.part, i)
     return tensors
 
 
 class Mixed(NamedTuple):
     """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed takes one of
-    READERS tensors, whose gradients mix sums. Further uses share the last one; autograd sums their gradients, more
-    slowly. So a use costs nothing but time: to print the stream, take xs[0]."""
+    READERS tensors, whose gradients mix sums. Further uses share the last one, whose gradients autograd sums, more
+    slowly. To print the stream, take xs[0]."""
     xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
     normeds: list[Tensor] | None = None  # likewise (N, D)
@@ -3306,19 +3157,9 @@ def _times(Factor, x, n, N):
 
 
 @triton.jit
-def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
-    """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
-    codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
-    _store(Codes, codes, n, d, N, D)
-    tl.store(CodesT + d.to(tl.int64)[:, None] * N + n[None, :], tl.trans(codes),
-             mask=(d < D)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
 def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: constexpr,
                 D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
-    # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream, set if
-    # token n takes row n - 1.
+    # Whole rows stay on chip between the sum and the norm. PREVIOUS: a bit for each stream: token n takes row n - 1.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunks, squares = (), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
@@ -3342,7 +3183,7 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
             if First is not None and i == 0:
                 _store(First, normed, n, d, N, CHANNELS)
             if Codes is not None:
-                _store_codes(Codes, CodesT, normed, inverse_scale, n, d, N, D)
+                _store_codes(Codes, CodesT, normed.to(tl.bfloat16), inverse_scale, n, d, N, D)
 
 
 @triton.jit
@@ -3360,8 +3201,7 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START, BLOCK_N, BLOCK_D):
 @triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
                      inverse_scale, D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
-    # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
-    # and dStreams: of the terms whose gradient is written.
+    # dX with factors, dNormed: of each reader. Streams, Dots: of learned factors. Factors, dStreams: of written terms.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * len(Streams)
     if X is not None:
@@ -3381,7 +3221,7 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         if G is not None:
             _store(G, g, n, d, N, D)
         if Codes is not None:
-            _store_codes(Codes, CodesT, g, inverse_scale, n, d, N, D)
+            _store_codes(Codes, CodesT, g.to(tl.bfloat16), inverse_scale, n, d, N, D)
         for k in tl.static_range(len(dStreams)):
             _store(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D)
         sums = ()
@@ -3396,8 +3236,8 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
 @triton.jit
 def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVIOUS: constexpr, D: constexpr,
                        BLOCK_N: constexpr, BLOCK_D: constexpr):
-    # Factors and Dots: of every place, for every stream; None: the place does not add the stream. Passed: what other
-    # readers add to dStreams. Token m adds the rows n of the streams.
+    # Factors and Dots: of every place, for every stream; None: the place does not add it. Passed: from other readers.
+    # Token m adds the rows n of the streams.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = n + PREVIOUS
     dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * (len(Grads) * len(Streams))
@@ -3436,13 +3276,13 @@ def _per_token(factors):
 
 def _dots(factors, like):
     """Where gradients per token of learned factors go, fp32: to the parts of `unbind` and `columns`, else to zeros."""
-    own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
-    return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
+    own = iter(like.new_zeros(sum(not hasattr(f, "part") for f in factors), len(like), dtype=torch.float32))
+    return [f.part(like, len(like), adds=True) if hasattr(f, "part") else next(own) for f in factors]
 
 
 def _factor_grads(factors, dots):
     """What autograd gets."""
-    return [None if hasattr(f, "parts") else (u if f.numel() == len(u) else u.sum()).view(f.shape).to(f.dtype)
+    return [None if hasattr(f, "part") else (u if f.numel() == len(u) else u.sum()).view(f.shape).to(f.dtype)
             for f, u in zip(factors, dots)]
 
 
@@ -3476,8 +3316,7 @@ def unbind(bank):
     return _as_pieces(_Pieces.apply(bank, parts, True), parts)
 
 
-def columns(matrix, sizes):
-    """As `columns_ref`."""
+def columns(matrix, sizes):  # see columns_ref
     parts = _Parts(lambda like, *_: like.new_zeros(matrix.shape, dtype=torch.float32),
                    functools.partial(columns_ref, sizes=sizes))
     return _as_pieces(_Pieces.apply(matrix, parts, False), parts)
@@ -3485,29 +3324,25 @@ def columns(matrix, sizes):
 
 class _Mix(_Function):
     def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms; products, for each use of x, then for each stream: None, or a _Beside for a reader
-        that is a mix, which leaves (gradient, factor) in place of their product. tensors: the streams, the tokens of
-        `added`, then the learned factors."""
+        """products, for each use of x, then for each stream: None, or a _Beside for a reader that is a mix, which
+        leaves (gradient, factor) for their product. tensors: streams, tokens of `added`, then the learned factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
-        x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
-        if reader:
-            rstd = new(N, dtype=torch.float32)
-            codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if reader.scale else codes
-            first = new(N, reader.channels) if reader.channels else None
-            normed = new(N, D) if reader.whole or not reader.scale else None
+        scale, channels, whole = reader or Reader()
+        x, rstd = new(N, D), new(N, dtype=torch.float32) if reader else None
+        codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if scale else (None, None)
+        first = new(N, channels) if channels else None
+        normed = new(N, D) if reader and (whole or not scale) else None
         terms = [(f, s, False) for f, s in zip(factors, streams)]
         for part in added:
             terms += [(f, s, part.previous) for f, s in zip(part.factors, part.streams) if f is not None]
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
         _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(s for _, s, _ in terms), _per_token(f for f, _, _ in terms), x, normed, first, *codes, rstd, N,
-            1 / reader.scale if reader and reader.scale else 1.0,
-            sum(previous << k for k, (*_, previous) in enumerate(terms)), D, reader.channels if reader else 0, **launch)
+            1 / (scale or 1.0), sum(previous << k for k, (*_, previous) in enumerate(terms)), D, channels, **launch)
         ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, Tensor)]
         ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in ctx.learned))
-        ctx.factors, ctx.grad_codes, ctx.products = factors, grad_codes, products
-        ctx.tokens = len(added)
+        ctx.factors, ctx.grad_codes, ctx.products, ctx.tokens = factors, grad_codes, products, len(added)
         ctx.set_materialize_grads(False)
         if reader and normed is None:
             normed = _without_memory(x)
@@ -3560,13 +3395,12 @@ class _Mix(_Function):
 
 
 def mix(terms, reader=None, added=(), grad_codes=None):
-    """Mixed; differentiable in the streams, in the factors that are learned, and in what `added` sums.
-    terms: pairs (factor, stream); reader: Reader or None; added: sums of add_later, each for this place. grad_codes: a
-    GradCodes, which gets the gradient of the last stream; its factor is None."""
+    """Mixed; differentiable in streams, learned factors, and what `added` sums. terms: pairs (factor, stream); reader:
+    Reader or None; added: sums of add_later. grad_codes: GradCodes of the last stream, whose factor is None."""
     factors, streams = zip(*terms)
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
     for stream in (*streams, *(stream for part in added for stream in part.streams)):
-        _require("mix", MIX_STREAMS, {"stream": stream}, sizes, dtype, device)
+        _require("mix", {"stream": "N D"}, {"stream": stream}, sizes, dtype, device)
     if grad_codes and factors[-1] is not None:
         raise ValueError("mix: the stream whose gradient becomes codes has a factor")
     if _takes_ref(*streams, any_dtype=True):
@@ -3585,8 +3419,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
 class _AddLater(_Function):
     def forward(ctx, factors, previous, *tensors):
         """factors: of each place for each stream. tensors: the streams, then the factors."""
-        streams = tensors[:len(factors[0])]
-        ctx.save_for_backward(*streams)
+        ctx.save_for_backward(*(streams := tensors[:len(factors[0])]))
         ctx.factors, ctx.previous = factors, previous
         ctx.set_materialize_grads(False)
         return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
@@ -3613,8 +3446,8 @@ class _AddLater(_Function):
 
 
 def add_later(streams, factors, previous=False):
-    """(the streams for later readers, [Added]), one for each place, for one mix. streams (N, D); factors: for each
-    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add."""
+    """(the streams for later readers, [Added of each place, for one mix]). streams (N, D); factors: for each place a
+    0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
     results = _AddLater.apply(factors, previous, *streams, *(f for row in factors for f in row if f is not None))
@@ -3623,7 +3456,7 @@ def add_later(streams, factors, previous=False):
         Added(token, kept, row, previous) for token, row in zip(results[len(streams):], factors)]
 
 
-class _FirstChannels(_Function):
+class _FirstChannels(_Function):  # (x for add_later, a copy of its first channels)
     def forward(ctx, x, channels):
         ctx.width = x.size(1)
         ctx.set_materialize_grads(False)
@@ -3638,9 +3471,7 @@ class _FirstChannels(_Function):
         return dx, None
 
 
-def first_channels(x, channels):
-    """(x for add_later, a copy of its first channels)."""
-    return _FirstChannels.apply(x, channels)
+first_channels = _FirstChannels.apply
 
 
 def token_gate_ref(first, weight, factor):
@@ -3657,8 +3488,7 @@ def _gate_of_tokens(First, Weight, n, c, N, C):
 @triton.jit
 def _token_gate_kernel(First, Weight, Factor, Gate, N, C: constexpr, CHANNELS: constexpr, BLOCK: constexpr):
     n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
-    _, _, gate = _gate_of_tokens(First, Weight, n, c, N, C)
-    tl.store(Gate + n, tl.load(Factor) * gate, mask=n < N)
+    tl.store(Gate + n, tl.load(Factor) * _gate_of_tokens(First, Weight, n, c, N, C)[2], mask=n < N)
 
 
 @triton.jit
@@ -3702,10 +3532,9 @@ def token_gate(first, weight, factor):
 #   [matrices of a layer, ...] = scaled_weights(bank, factors, in_codes)
 #
 #   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of
-#   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as
-#   in the bank, and its gradient dW contains the factor.
+#   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factor, and so does dW.
 #   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
-# To scale weights is cheaper than to scale x (PR 166). One launch has all layers, and so has the backward pass.
+# To scale weights is cheaper than to scale x (PR 166). One launch has all layers.
 
 WEIGHTS_LAUNCH = dict(BLOCK=4096, num_warps=4)
 
@@ -3722,8 +3551,7 @@ def scaled_weights_ref(bank, factors, in_codes=False):
 
 @triton.jit
 def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
-    # Grid axis 1: matrices of K elements. A, Scaled, B: a pointer and the stride of a matrix. Dots (matrices,
-    # programs).
+    # Grid axis 1: matrices of K elements. A, Scaled, B: pointer and stride of a matrix. Dots (matrices, programs).
     i, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A[0] + i * A[1] + k, mask=k < K, other=0.0).to(tl.float32)
     if Scaled is not None:
@@ -3739,8 +3567,8 @@ def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
 
 
 def _scale_weights(a, factors, scaled=None, b=None):
-    """scaled ← factors · a, if given; returns Σ a · b of each matrix (L,) fp32, if b is given, over the factor without
-    `scaled`. a, b, scaled (L, R, K)."""
+    """scaled ← factors · a, if given; returns Σ a · b of each matrix (L,) fp32, if b is given; without `scaled` it is
+    over the factor. a, b, scaled (L, R, K)."""
     if _takes_ref(a, any_dtype=True):
         dots = None if b is None else (a.float() * b.float()).sum((1, 2))
         if scaled is None:
@@ -3778,8 +3606,8 @@ class _ScaledWeights(_Function):
 
 def scaled_weights(bank, factors, in_codes=False):
     """[the P matrices of each layer]; see above."""
-    L, P = bank.shape[:2]
-    parts = _Parts(lambda like, *shape: like.new_empty(L * P, *shape))
+    P = bank.size(1)
+    parts = _Parts(lambda like, *shape: like.new_empty(len(bank) * P, *shape))
     matrices = _as_pieces(_ScaledWeights.apply(bank, factors, in_codes, parts), parts)
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
@@ -3839,11 +3667,11 @@ def _launch_transpose(src, dst, add):
 
 
 transpose_copy = operation(
-    transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
+    transpose_copy_ref, any_dtype=True, check=_separate,
     src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")(
     lambda src, dst: _launch_transpose(src, dst, add=False))
 transpose_add = operation(
-    transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
+    transpose_add_ref, any_dtype=True, check=_separate, src="M N: bf16 fp16 fp32 strided",
     dst="N M: strided")(lambda src, dst: _launch_transpose(src, dst, add=True))
 
 
@@ -3851,9 +3679,8 @@ transpose_add = operation(
 # The choice of implementation, made once at start
 
 def choose_ops(device, wanted="auto"):
-    """One implementation per operation -> (namespace of callables, {operation: name of the choice}).
-    wanted: "auto" (the first listed on CUDA, torch elsewhere), "torch" (references only), or "op:name,op:name" for
-    some. Raises a ValueError if a wanted implementation is unknown or cannot run on the device."""
+    """(namespace of callables, {operation: name of the choice}). wanted: "auto" (the first listed on CUDA, torch
+    elsewhere), "torch", or "op:name,op:name" for some. Raises a ValueError for one that is unknown or cannot run."""
     names = {op: next(iter(table)) if device.type == "cuda" and wanted != "torch" else "torch"
              for op, table in IMPLEMENTATIONS.items()}
     if NO_TRITON and device.type == "cuda":
@@ -3862,13 +3689,12 @@ def choose_ops(device, wanted="auto"):
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         raise ValueError(f"{torch.cuda.get_device_name(device)}: bfloat16 needs an Ampere GPU (sm_80) or a newer one;"
                          " try --preset=cpu")
-    if wanted not in ("auto", "torch"):
-        for item in wanted.split(","):
-            op, _, name = item.partition(":")
-            if name not in IMPLEMENTATIONS.get(op, {}):
-                known = ", ".join(f"{o}:{'|'.join(t)}" for o, t in IMPLEMENTATIONS.items())
-                raise ValueError(f"kernels: '{item}' is not one of {known}")
-            if name != "torch" and device.type == "cpu" and not INTERPRETED:
-                raise ValueError(f"kernels: '{item}' needs a GPU")
-            names[op] = name
+    for item in wanted.split(",") if wanted not in ("auto", "torch") else ():
+        op, _, name = item.partition(":")
+        if name not in IMPLEMENTATIONS.get(op, {}):
+            known = ", ".join(f"{o}:{'|'.join(t)}" for o, t in IMPLEMENTATIONS.items())
+            raise ValueError(f"kernels: '{item}' is not one of {known}")
+        if name != "torch" and device.type == "cpu" and not INTERPRETED:
+            raise ValueError(f"kernels: '{item}' needs a GPU")
+        names[op] = name
     return SimpleNamespace(**{op: IMPLEMENTATIONS[op][name] for op, name in names.items()}), names

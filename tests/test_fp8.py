@@ -133,36 +133,38 @@ def sparse_signs(rows, columns, count):
 
 @pytest.mark.parametrize("M, N, K", [(1, 3, 5), (70, 136, 40), (16, 16, 16), (208, 144, 144),
                                      *[pytest.param(N, 3072, 768, marks=gpu) for N in (1008, 16384)]])
-def test_products_of_small_integers(M, N, K, device, either_kernel, poisoned_empty):
+def test_products_of_small_integers(M, N, K, device, either_kernel, poisoned_empty, monkeypatch):
     """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima.
     Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2."""
     if ON_GPU and either_kernel == "best" and (M % 16 or N % 16 or K % 16):
         pytest.skip("the kernel of Hopper takes rows of whole 16 bytes")
+    monkeypatch.setattr(tk, "_takes_ref", lambda *tensors: False)
     a, g, b = (sparse_signs(*shape) for shape in ((M, K, 4), (M, K, 2), (N, K, K)))
     scales = scalar(0.25, device), scalar(-2.0, device), scalar(4.0, device)
     largest = torch.zeros(3, device=device)
     pre = (-0.5 * a @ b.T).relu()
     post, dpre = pre.square(), -(g @ b.T) * pre
     a, g, b = a.to(device, E4M3), g.to(device, E5M2), b.to(device, E4M3)
-    codes = tk._relu_square_codes(a, b, *scales, largest[0])
-    grads = tk._relu_square_codes(g, b, *scales, largest[1], codes[0], scales[2])
+    codes = tk.relu_square_codes(a, b, *scales, largest[0])
+    grads = tk.relu_square_codes(g, b, *scales, largest[1], codes[0], scales[2])
     for (got, got_t), wanted in (codes, post / 4), (grads, dpre / 4):
         assert torch.equal(got.float().cpu(), wanted) and torch.equal(got_t.float().cpu(), wanted.T)
     assert largest.tolist() == [post.max(), dpre.abs().max(), 0]
     largest[:] = 1e6  # maxima are raised only
-    tk._relu_square_codes(a, b, *scales, largest[0])
+    tk.relu_square_codes(a, b, *scales, largest[0])
     assert largest[0] == 1e6
 
 
-@pytest.mark.parametrize("product", [tk._relu_square_codes, tk.relu_square_codes_ref])
+@pytest.mark.parametrize("product", [tk.relu_square_codes, tk.relu_square_codes_ref])
 @both_formats
-def test_overflow_and_nan_of_a_product(dtype, product, device, either_kernel):
+def test_overflow_and_nan_of_a_product(dtype, product, device, either_kernel, monkeypatch):
     """Values above the largest code saturate; NaN stays NaN and makes the maximum NaN, which then sets no scale."""
+    monkeypatch.setattr(tk, "_takes_ref", lambda *tensors: False)
     a = (sparse_signs(16, 16, 1) * 64).to(device, E4M3 if dtype == E4M3 else E5M2)
     b, one = (64 * torch.eye(16)).to(device, E4M3), scalar(1.0, device)
     post = () if dtype == E4M3 else (torch.full((16, 16), 448.0, device=device).to(E4M3), one)
     for bad in (False, True):
-        if bad and dtype == E4M3 and product is tk._relu_square_codes and not ON_GPU:
+        if bad and dtype == E4M3 and product is tk.relu_square_codes and not ON_GPU:
             return  # to the interpreter, the NaN of e4m3 is 480
         if bad:
             a.view(torch.uint8)[3, 5] = 0x7F  # NaN in both formats
@@ -182,13 +184,13 @@ def test_codes_of_products(N, device, either_kernel):
     x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
                       for t, dtype in ((x, E4M3), (g, E5M2), (W1, E4M3), (W2, E4M3)))
     scales = scalar(1 / 27, device), one, scalar(0.01, device)
-    post = tk._relu_square_codes(x8, w1, *scales, scalar(0.0, device))[0]
+    post = tk.relu_square_codes(x8, w1, *scales, scalar(0.0, device))[0]
     for args in (x8, w1), (g8, w2, post, scalar(0.02, device)):
         largest = torch.zeros(2, device=device)
-        got, got_t = tk._relu_square_codes(*args[:2], *scales, largest[0], *args[2:])
+        got, got_t = tk.relu_square_codes(*args[:2], *scales, largest[0], *args[2:])
         for _ in range(50):
             largest[1] = 0
-            again = tk._relu_square_codes(*args[:2], *scales, largest[1], *args[2:])
+            again = tk.relu_square_codes(*args[:2], *scales, largest[1], *args[2:])
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(again, (got, got_t))) and largest[0] == largest[1]
         largest[1] = 0
         wanted, _ = tk.relu_square_codes_ref(*args[:2], *scales, largest[1], *args[2:])
