@@ -1818,6 +1818,8 @@ def _relu_square(a, b, post=None, scales=None, largest=None):
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
         return out, out_t
+    if any(t.data_ptr() % 16 for t in (a, b)):
+        raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
     if scales and post is not None:
         post = post.view(out.dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
 
