@@ -154,7 +154,7 @@ class Start(NamedTuple):
     threads: str = ""  # OMP_NUM_THREADS; "": not set
     arguments: tuple = ()  # with the preset that run.sh chooses
 
-    # Runs of one kind can share a process; "": none can.
+    # Runs of one kind can share a process; False: none can.
     kind = property(lambda self: self.processes == "1" and f"{self.threads} {'cpu' in ' '.join(self.arguments)}")
 
 
@@ -204,6 +204,7 @@ class Process:
 
     def close(self):
         self.socket.close()  # the process ends
+        self.errors.close()
         self.process.wait()
 
 
@@ -281,7 +282,7 @@ def train(runs, starts, gpus, caught, processes) -> int:
 
 def report_race(runs) -> str:
     """A picture, a table and a line: how long record 74's settings and ours take to the loss at which the slower ends.
-    runs: finished ones of both."""
+    runs: finished ones of both, with the same seeds."""
     from records import compare
 
     groups = compare.read_groups([f"{run.label}={ROOT / run.log}" for run in runs])
@@ -339,13 +340,13 @@ def main(argv) -> int:
     finished = [run for label in series.labels for run in runs if run.label == label and run.log]
     if not finished:
         return status
-    labels = {run.label for run in finished}
     if series.race:
-        if len(labels) == 2:
-            print(report_race(finished), flush=True)
+        seeds = [run.seed for run in finished]
+        if pairs := [run for run in finished if seeds.count(run.seed) == 2]:
+            print(report_race(pairs), flush=True)
         return status
     logs = [f"{run.label}={run.log}" for run in finished]
-    both = series.exchange and labels.issuperset(series.exchange.split(","))
+    both = series.exchange and {run.label for run in finished}.issuperset(series.exchange.split(","))
     command = [sys.executable, "records/compare.py", *[f"--exchange={series.exchange}"] * bool(both), "--", *logs]
     return subprocess.call(command, cwd=ROOT) or status
 

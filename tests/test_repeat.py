@@ -277,6 +277,12 @@ def test_several_values_of_a_knob_are_a_search(capfd):
     assert len(three) == 6 and three["muon_lr_1e-2_fp8_false"] == ["--seed=1", "--muon_lr=1e-2", "--fp8=false"]
 
 
+def test_a_race_without_a_pair(train):
+    """Each seed has but one finished run."""
+    done = train("--race --repeat=2", CUDA_VISIBLE_DEVICES="0", FAILS="record74.1 ours.2")
+    assert done.status == 3 and len(done.runs) == 4 and done.out == ""
+
+
 def test_a_race(folder, train):
     """The times to the loss at which the slower one of a pair ends: of ours, between two validations."""
     log = """def log(label, seed):
