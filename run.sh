@@ -204,7 +204,7 @@ shards_of_run() {
         tokens = needed_tokens(config, world)
     except UserError as error:
         sys.exit(f"error: {error}")
-    ends = start == "train with 0 GPUs" and config.system.device == "cuda"
+    ends = start in ("train with 0 GPUs", "plan with 0 GPUs") and config.system.device == "cuda"
     print(0 if ends else min(103, max(1, math.ceil(tokens / 1e8))))' "$procs" "$mode with $gpus GPUs" "$@"
 }
 

@@ -57,7 +57,7 @@ from data import require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import in_steps, momentum_steps, stage_starts
+from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
     require_finite, run_program, serve, told)
@@ -1368,7 +1368,7 @@ def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
 
 def main(argv, began=started) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status. With - as the first argument, do
-    the runs that records/repeat.py sends."""
+    the runs that records/repeat.py sends. began: `time.perf_counter` at the start of the run."""
     if argv[:1] == ["-"]:
         return serve(main)
     watch = Stopwatch(began)
@@ -1686,7 +1686,7 @@ class Trainer:
         """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
-        val_every = in_steps(system.val_every, self.total)
+        val_every = system.val_steps(self.total)
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()

@@ -321,7 +321,8 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """Adds to grad (R, D) the sum of upstream (N, D) over the tokens of each id. place, rows, count: of FewRows."""
+    """Adds to grad (R, D) the sum of upstream (N, D) over the tokens of each id. place, rows, count: of FewRows, whose
+    gradients grad is; None: row i of grad is that of id i."""
     ids = sorted_ids.ids
     if place is not None:  # each id without a place gets one
         listed = ids.long().sort().values
@@ -446,7 +447,8 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
     (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero, touched False.
-    v (R, D); last (R, 1): update at which v is right, 0 at the start; touched (R,): at least where grad is not zero."""
+    v (R, D) fp32; last (R, 1) int32: number of the update at which v is right, 0 at the start; touched (R,) bool: True
+    at least where a row of grad is not zero. t, step_size, weight_decay may be 0-D tensors."""
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
@@ -689,7 +691,8 @@ def _store_tile(X, x, head, first, N, BLOCK, D):
 
 @triton.jit
 def _keys_of_queries(Start, m0, N, window, BLOCK):
-    """Keys that the queries from m0 on see: (first of each row (BLOCK,), first and last of any row, first of all)."""
+    """Keys that the queries from m0 on see: (first of each row (BLOCK,), first and last that some row
+    sees, first that every row could see)."""
     t = m0 + tl.arange(0, BLOCK)
     last = tl.minimum(m0 + BLOCK, N) - 1
     return (tl.maximum(tl.load(Start + t, mask=t < N, other=0), t - window),
@@ -698,7 +701,8 @@ def _keys_of_queries(Start, m0, N, window, BLOCK):
 
 @triton.jit
 def _queries_of_keys(End, n0, N, window, BLOCK):
-    """Queries that see the keys from n0 on: (last of each key (BLOCK,), last of any key, last of all keys)."""
+    """Queries that see the keys from n0 on: (last of each key (BLOCK,), last that sees some key, last that
+    could see every key)."""
     s = n0 + tl.arange(0, BLOCK)
     last = tl.minimum(n0 + BLOCK, N) - 1
     return (tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window),
@@ -2308,7 +2312,9 @@ def multi_token_targets(targets, count):
 # The gradient is e u (1 - u) times loss_scale S / Σ. Until Σ is known, a register holds two of these products as fp16,
 # so two programs fit an SM: one reads while the other computes. Columns of targets are overwritten at the end.
 
-CE_LAUNCH = dict(SEGMENT=2048, num_warps=16, maxnreg=64)  # up to 16384 columns, 8 warps
+# (limit in columns, launch parameters); the first entry that fits is used.
+CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
+             (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
 LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
 
 
@@ -2476,11 +2482,11 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     gate = copies.gate if copies else 0
     if not 0 <= gate < C:
         raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
-    masses, grads = copies and copies[:2], copies and copies[3:] if grad is not None else None
+    masses, grads = copies and copies[:2], (copies and copies[3:]) if grad is not None else None
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
-    launch = CE_LAUNCH | dict(SEGMENT=min(CE_LAUNCH["SEGMENT"], triton.next_power_of_2(C)))
-    launch |= dict(num_warps=8) if C <= 16384 else {}
+    launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
+    launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
     _cross_entropy_kernel[(n,)](
         _strided(logits), (targets, *targets.stride()), weights, losses, next_losses, _strided(grad),
         masses, grads, gate, loss_scale, code_scale, K, C=C, BLOCK_K=block_k, **launch)
@@ -2721,7 +2727,7 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
 
 
 def _separate(**given):
-    """A check that a kernel does not write the tensor that it reads, the first."""
+    """A check: the kernel reads the first tensor, so no other one, which it writes, may be the same."""
     source, *others = (name for name, x in given.items() if isinstance(x, Tensor))
     return next((f"{name} must not be {source}, which is read while {name} is written" for name in others
                  if given[name] is given[source]), None)
@@ -3608,8 +3614,8 @@ class _ScaledWeights(_Function):
 
 def scaled_weights(bank, factors, in_codes=False):
     """[the P matrices of each layer]; see above."""
-    P = bank.size(1)
-    parts = _Parts(lambda like, *shape: like.new_empty(len(bank) * P, *shape))
+    L, P = bank.shape[:2]
+    parts = _Parts(lambda like, *shape: like.new_empty(L * P, *shape))  # the function lives on; the bank may not
     matrices = _as_pieces(_ScaledWeights.apply(bank, factors, in_codes, parts), parts)
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 

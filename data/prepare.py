@@ -447,7 +447,7 @@ def write_shards(documents, prefix: Path, number: int, limit: int) -> list[Path]
 
 def shuffle(documents, path: Path):
     """(number of documents, their tokens, an iterator over them in the order of their keys). documents: (key, tokens),
-    8 bytes and (n,) uint16. They wait in the file `path`."""
+    8 bytes and (n,) uint16. They wait in the file `path`, which takes as much room as the shards."""
     keys, lengths = bytearray(), array.array("Q")
     with open(path, "wb") as file:
         for key, document in documents:

@@ -97,7 +97,8 @@ class Shards:
     for a bad header, and when there are no tokens.
 
     files: {path: its stamp}, in name order, without shards of no tokens. counts: their tokens. warnings: lines about
-    shards without tokens. digests: {path: SHA-256}, as far as they are known.
+    shards without tokens. digests: {path: SHA-256}, as far as they are known. expected: {path: SHA-256} in the run that
+    this one continues; `read` compares them.
     """
 
     def __init__(self, pattern):
@@ -105,7 +106,7 @@ class Shards:
         self.files = {path: before for path, before, count in found if count}
         self.counts = [count for *_, count in found if count]
         self.warnings = [f"{path} holds no tokens and is passed over" for path, _, count in found if not count]
-        self.digests = {}
+        self.digests, self.expected = {}, {}
         if not self.files:
             raise UserError(f"{pattern}: no file holds a token; {REMAKE}")
 
@@ -113,36 +114,39 @@ class Shards:
         return " ".join(f"{path.name}:{size}" for path, (size, *_) in self.files.items())
 
     def read(self, path, vocab_size, most=sys.maxsize):
-        """`read_shard`. Raises UserError also when the file has changed."""
+        """`read_shard`. Raises UserError also when the file has changed, or has other tokens than expected."""
         try:
             return read_shard(path, vocab_size, most)
         finally:
             self.require_same(path)
+            if path in self.expected and self.digest(path) != self.expected[path]:
+                raise UserError(f"{path} has other tokens than the shard of the checkpoint: bring that back (DATA_PATH"
+                                " may name its folder), or go on with --other_data=true")
 
     def require_same(self, path):
         """Raises UserError when a file has changed, unless its SHA-256 is known to be the same."""
         if (now := stamp(path)) != self.files[path]:
-            if now is None or path not in self.digests or digest(path) != self.digests[path]:
-                raise UserError(f"{path}: changed, exchanged or deleted since the run began or was saved; put it back"
-                                " and start again, or --resume a checkpoint (--other_data=true: on other shards)")
+            if now is None or digest(path) != (self.digests.get(path) or self.expected.get(path)):
+                raise UserError(f"{path}: changed, exchanged or deleted since the run began; put it back and start"
+                                " again, or --resume a checkpoint")
             self.files[path] = now  # touched, or exchanged for a copy
 
-    def expect(self, table):
-        """From now on, `read` compares each shard with its SHA-256 in the `table` of a run that this one continues."""
-        for path, (_, size, known) in zip(self.files, table):
-            if known:
-                self.digests[path], self.files[path] = known, (size,)  # no file has this stamp
+    def digest(self, path) -> str:
+        """SHA-256 of a shard, which is read for it once. Raises UserError when the file has changed."""
+        if path not in self.digests:
+            found = digest(path)
+            self.require_same(path)
+            self.digests[path] = found
+        return self.digests[path]
 
     def table(self, read=None) -> list[tuple]:
-        """(name, bytes, SHA-256) of every shard. The SHA-256 is None where it is not known: of shards behind the first
-        `read` ones (None: all), and of a file that has changed. Reads the files whose SHA-256 is not known yet."""
+        """(name, bytes, SHA-256) of every shard. The SHA-256 is None where nobody knows it: of shards behind the first
+        `read` ones (None: all), and of a file that has changed or has other tokens than expected."""
         for path in [*self.files][:read]:
-            if path not in self.digests:
-                with suppress(UserError):
-                    found = digest(path)
-                    self.require_same(path)
-                    self.digests[path] = found
-        return [(path.name, size, self.digests.get(path)) for path, (size, *_) in self.files.items()]
+            with suppress(UserError):
+                self.digest(path)
+        known = {path: found for path, found in self.digests.items() if self.expected.get(path, found) == found}
+        return [(path.name, size, known.get(path)) for path, (size, *_) in self.files.items()]
 
 
 def run_shards(config) -> dict[str, Shards]:

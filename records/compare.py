@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, stdev  # exact: equal numbers have a standard deviation of 0
 from typing import NamedTuple
@@ -343,25 +343,28 @@ def against(short, long, arm) -> list[Estimate]:
     return [estimate(value, *part) for value, part in zip(results, parts)]
 
 
-def least_squares(columns, values) -> list[Estimate] | None:
-    """Fits the values by columns of whole numbers. Returns the coefficient of each column; None if the columns depend
-    on each other.
+def least_squares(columns, values) -> tuple[list[Estimate], list[set[int]]]:
+    """Fits the values by columns of whole numbers. Returns the coefficient of each column, nan if it is not determined,
+    and the sets of columns that depend on each other.
 
     Sweeps the matrix of products (Goodnight 1979), in fractions, so that rounding cannot hide a dependence.
     """
     count, columns = len(columns), [*columns, [Fraction(str(value)) for value in values]]  # decimal, as in the log
     m = [[Fraction(sum(a * b for a, b in zip(one, two))) for two in columns] for one in columns]
+    swept = []
     for k in range(count):
-        if not (pivot := m[k][k]):
-            return None
-        m[k] = [a / pivot for a in m[k]]
-        for i in {*range(count + 1)} - {k}:
-            factor, m[i] = m[i][k], [a - m[i][k] * b for a, b in zip(m[i], m[k])]
-            m[i][k] = -factor / pivot
-        m[k][k] = 1 / pivot
-    df = len(values) - count
+        if pivot := m[k][k]:  # 0: the column is a linear combination of swept columns
+            swept.append(k)
+            m[k] = [a / pivot for a in m[k]]
+            for i in {*range(count + 1)} - {k}:
+                factor, m[i] = m[i][k], [a - m[i][k] * b for a, b in zip(m[i], m[k])]
+                m[i][k] = -factor / pivot
+            m[k][k] = 1 / pivot
+    df = len(values) - len(swept)
+    tied = [{k, *(i for i in swept if m[i][k])} for k in range(count) if k not in swept]
     error = m[count][count] / df if df else math.nan
-    return [Estimate(float(m[k][count]), float(m[k][k] * error), df) for k in range(count)]
+    return [Estimate() if any(k in ties for ties in tied) else
+            Estimate(float(m[k][count]), float(m[k][k] * error), df) for k in range(count)], tied
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
@@ -434,32 +437,39 @@ def main_effects(used, rate, warnings):
         return []
     first, *_ = words
     factors = list(dict.fromkeys(word[1:] for word in words[first]))
-    runs = [(run, signs) for label, signs in words.items() for run in used[label]]
-    columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
-    seeds = [run.facts.get("seed") for run, _ in runs]
-    if by_seed := len({*seeds}) > 1 and all(seeds.count(seed) > 1 for seed in seeds):  # each shifts its runs alike
-        columns += [[int(seed == other) for other in seeds] for seed in sorted({*seeds})[1:]]
-    loss, time = (least_squares(columns, [getattr(run, what) for run, _ in runs]) for what in ("loss", "time"))
     if any(sorted(sign[1:] for sign in signs) != sorted(factors) for signs in words.values()):
         warnings.append(f"no table of effects: {', '.join(words)} do not name the same factors, each once")
         return []
-    if not loss:
-        warnings.append(f"no table of effects: {', '.join(words)} cannot separate the effects of {', '.join(factors)}")
-        return []
-    rows = [["effect of" + ", by seed" * by_seed + " (95 %)", "runs +", "runs −", "loss", "p", "time s", "p"] + ["tokens saved %"] * bool(rate)]
+    runs = [(run, signs) for label, signs in words.items() for run in used[label]]
+    columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
+    seeds, losses = [run.facts.get("seed", "") for run, _ in runs], [run.loss for run, _ in runs]
+    of_seeds = [[int(seed == other) for other in seeds] for seed in sorted({*seeds})[1:]]
+    loss, tied = least_squares(columns + of_seeds, losses)
+    if min(map(seeds.count, seeds)) < 2 or any(max(ties) > len(factors) for ties in tied):
+        of_seeds = []  # a seed of one run takes it away; others cannot be told from a factor
+        loss, tied = least_squares(columns, losses)
+    time, _ = least_squares(columns + of_seeds, [run.time for run, _ in runs])
+    rows = [["effect of" + ", by seed" * bool(of_seeds) + " (95 %)", "runs +", "runs −", "loss", "p", "time s", "p"]
+            + ["tokens saved %"] * bool(rate)]
     for factor, column, *halves in zip(factors, columns[1:], loss[1:], time[1:]):
         on_loss, on_time = (half.times(2) for half in halves)  # the signs are 2 apart
         rows.append([factor, str(column.count(1)), str(column.count(-1)),
                      shown(on_loss, 4), chance(on_loss.p), shown(on_time, 3), chance(on_time.p)])
         if on_loss.p >= CHANCE:
-            each = len(runs) / len(words)  # runs of a label, which has one seed more for each run more
-            required = enough(lambda n: Estimate(on_loss.value, on_loss.variance * each / n, (
-                n * (len(words) - by_seed) - len(factors) - (not by_seed))).p)
-            warnings.append(f"effect of {factor}, loss: p = {on_loss.p:.4f}; p < {CHANCE} would take {required} runs of"
-                            " each label with this mean and scatter")
+            def p_of(each):
+                """p with the same mean and scatter, and so many runs of each label."""
+                count = each * len(words)
+                df = count - 1 - len(factors) - (each - 1) * bool(of_seeds)
+                return Estimate(on_loss.value, on_loss.variance * len(runs) / count, df).p
+            warnings.append(f"effect of {factor}, loss: p = {on_loss.p:.4f}; p < {CHANCE} would take {enough(p_of)} runs"
+                            " of each label with this mean and scatter")
         if rate:  # counted as independent of the effect, even if the set contains SHORT or LONG
             log = on_loss.times(1 / rate.value)
             rows[-1].append(shown(estimate(log.value, log, rate.times(log.value / rate.value)), 2, saved))
+    if tied:
+        names = [" and ".join(factors[i - 1] for i in sorted(ties) if i) for ties in tied]
+        warnings.append("effects: the labels cannot separate " + "; ".join(
+            name if len(ties - {0}) > 1 else f"{name} from the mean" for name, ties in zip(names, tied)))
     if "," in (tokens := lengths(run for run, _ in runs)):
         warnings.append(f"effects: the runs differ in tokens ({tokens}), so the effects are not at equal tokens")
     return rows
@@ -496,8 +506,8 @@ def report(groups, target, names=None) -> str:
 
     base, *others = used
     differences = [["difference (95 %)", "", "p"]]
-    for label, what in ((label, what) for label in others for what in FINALS):
-        old, new, digits = finals[base, what], finals[label, what], FINALS[what]
+    for label, (what, digits) in product(others, FINALS.items()):
+        old, new = finals[base, what], finals[label, what]
         change, paired = welch(old, new), by_seed(used[base], used[label], what.removesuffix(" s"))
         differences.append([f"{label} − {base}, {what}", shown(change, digits), chance(change.p)])
         if paired.n > 1:

@@ -8,7 +8,7 @@
 The labels take turns, so that machine drift cancels; with --parallel also on every GPU, which does its runs in order.
 The runs of a GPU, or of a CPU, share one process, which starts once (`serve` in data/run/program.py). A run of several
 processes, and a run after a failed one, starts its own. A run that fails ends alone. The logs are those that processes
-of their own would have written. Needs only Python's standard library.
+of their own would have written, but for the seconds of the start. Needs only Python's standard library.
 """
 
 import json
@@ -73,9 +73,9 @@ def search(arguments) -> dict[str, list[str]]:
     """{label: arguments} of all combinations of the values of knobs that take one number each, but have several. Two or
     more knobs of two values each get signed labels: compare.py has a table of their effects."""
     code = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("train_gpt.py", "data/run/config.py"))
-    tuples = {*re.findall(r"^    (\w+): tuple\[", code, re.M)}
+    others = {*re.findall(r"^    (\w+): (?:tuple\[|str\b)", code, re.M)}  # a list or a text is one value of these
     lists = {argument: [match[1], match[2].split(",")] for argument in arguments
-             if (match := VALUES.fullmatch(argument)) and match[1].split(".")[-1] not in tuples}
+             if (match := VALUES.fullmatch(argument)) and match[1].split(".")[-1] not in others}
     rest = [argument for argument in arguments if argument not in lists]
     signed = len(lists) > 1 and all(len(values) == 2 for _, values in lists.values())
     labels = {}
@@ -113,7 +113,9 @@ def parse(argv) -> Series:
         elif argument not in ("--parallel", "--race"):
             own.append(argument)
     times, exchange, seed = given.values()
-    if not re.fullmatch("[1-9][0-9]*", times := times or "1" * race):
+    if race and not times:
+        times = "1"
+    if not re.fullmatch("[1-9][0-9]*", times):
         raise UserError(f"--repeat '{times}': write how many runs of each label, 1 or more")
     labels = {label: common + own for label, own in (RACE if race else labels).items()} or search(common)
     if not labels:
@@ -154,8 +156,12 @@ class Start(NamedTuple):
     threads: str = ""  # OMP_NUM_THREADS; "": not set
     arguments: tuple = ()  # with the preset that run.sh chooses
 
-    # Runs of one kind can share a process; False: none can.
-    kind = property(lambda self: self.processes == "1" and f"{self.threads} {'cpu' in ' '.join(self.arguments)}")
+    @property
+    def kind(self) -> str:
+        """Runs of one kind can share a process; "": none can. A run on a CPU cannot share that of a GPU:
+        `choose_waiting` of data/run/launch.py, which tells them by this word, decides for a whole process."""
+        where = "CPU" if "cpu" in " ".join(self.arguments) else "GPU"
+        return f"{where}, threads {self.threads}" if self.processes == "1" else ""
 
 
 def plan(arguments, env) -> Start:
@@ -244,8 +250,8 @@ class Run:
         return code or 1
 
 
-def code_of_trainer() -> list[bytes]:
-    return [path.read_bytes() for path in sorted([*ROOT.glob("*.py"), *(ROOT / "data").rglob("*.py")])]
+def code_of_trainer() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (*ROOT.glob("*.py"), *(ROOT / "data").rglob("*.py"))}
 
 
 def train(runs, starts, gpus, caught, processes) -> int:
@@ -259,12 +265,13 @@ def train(runs, starts, gpus, caught, processes) -> int:
             start = starts[run.label]
             if caught or run.gpu != index or start.status:
                 continue
-            if code_of_trainer() != code:
+            if not code.items() <= code_of_trainer().items():  # a new file is no edit
                 say(f"{run.title}: does not start, as somebody has edited the code since the series began")
                 statuses.append(1)
                 continue
             if process and (process.process.poll() is not None or process.kind != start.kind):
-                process = process.close()
+                process.close()
+                process = None
             if not process:
                 process = Process(start, run.arguments(start.arguments), env, quiet=bool(gpus))
                 processes.append(process)
@@ -326,7 +333,7 @@ def main(argv) -> int:
     if series.parallel and not gpus:
         raise UserError("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel"
                         " out")
-    gpus = gpus * series.parallel
+    gpus = gpus if series.parallel else []
     for k, (i, label) in enumerate(product(range(series.times), series.labels)):
         # One GPU further whenever the first label would return to the first GPU.
         index = (k + k // math.lcm(len(series.labels), len(gpus))) % len(gpus) if gpus else 0
@@ -334,7 +341,11 @@ def main(argv) -> int:
                  + (f", GPU {gpus[index]}" if gpus else ""))
         runs.append(Run(label, series.first + i, title, index))
     env = environment(gpus[0]) if gpus else None  # one label after the other: each may fetch data
-    starts = {label: plan(words, env) for label, words in series.labels.items()}
+    starts = {}
+    for label, words in series.labels.items():
+        starts[label] = plan(words, env)
+        if starts[label].status and not caught:
+            say(f"{label}: no run starts; the lines above say why")
     status = train(runs, starts, gpus, caught, processes)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.
     finished = [run for label in series.labels for run in runs if run.label == label and run.log]

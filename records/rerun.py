@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.config import read_arguments
+from data.run.launch import gpu_count
 from data.run.program import ROOT, UserError, run_program, user_error, user_path
 from records import compare
 from records.compare import Run
@@ -104,11 +105,6 @@ def environment(run: Run) -> dict[str, str]:
 
 # ---- Running and comparing -------------------------------------------------------------------------------------------
 
-def gpu_count() -> int:
-    import torch  # takes seconds
-    return torch.cuda.device_count()
-
-
 def execute(command, folder, env) -> int:
     """Runs the command and returns its exit status. The command has its own session, so it gets Ctrl-C only once,
     from this process: a second signal would disturb torchrun while it ends its processes."""
@@ -173,7 +169,10 @@ def rerun(path: Path, overrides) -> int:
                 Path(temporary, name).write_bytes(text.encode())
         status = execute(command, temporary, env)
     if status:
-        print("if it lacks the data of the log, pass --train_files=... and --val_files=...", file=sys.stderr)
+        for files in filter(None, map(knobs.get, ("train_files", "val_files"))):
+            if not glob.glob(os.path.join(glob.escape(env["DATA_PATH"]), os.path.expanduser(files))):
+                print(f"{files} is not on this machine: pass --train_files=... and --val_files=...", file=sys.stderr)
+                break
         return status
     logs = {*folder.glob(pattern)} - before
     if len(logs) != 1:

@@ -20,6 +20,9 @@ from functools import cache
 from pathlib import Path
 
 
+ENVIRONMENT = dict(os.environ)  # before any test has changed it, as importing a profiler does
+
+
 # ---- The server ------------------------------------------------------------------------------------------------------
 
 def serve(requests):
@@ -86,7 +89,7 @@ def execute(code, argv, env):
 def server():
     """(socket for requests, process): the server of this process, which ends with it."""
     root = Path(__file__).resolve().parents[1]
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env = {key: value for key, value in ENVIRONMENT.items() if key != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps the borders of messages
     with theirs:  # as text: a file of the repository would be among the sources in the log of a run

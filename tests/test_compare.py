@@ -444,14 +444,26 @@ def test_effects_by_seed():
     assert f"effect of a, loss: p = {effect.p:.4f}; p < 0.05 would take {needed} runs of each label" in warnings[0]
 
 
-@pytest.mark.parametrize("labels", [
-    "-a-b-c +a+b-c -a-b+c +a+b+c", "-a-b+c +a-b+c -a+b+c +a+b+c", "+a+b+c+d -a-b+c+d +a+b-c-d -a-b-c-d"])
-def test_aliased_factors(labels):
-    """Factors that the labels cannot separate, from each other or from the mean, have no numbers."""
-    assert compare.main_effects(noise(labels, [2] * 4), None, warnings := []) == []
-    first, *_ = names = labels.split()
-    assert warnings == [f"no table of effects: {', '.join(names)} cannot separate the effects of "
-                        f"{', '.join(re.findall('[a-d]', first))}"]
+@pytest.mark.parametrize("labels, unknown, warning", [
+    ("-a-b-c +a+b-c -a-b+c +a+b+c", "ab", "a and b"), ("-a-b+c +a-b+c -a+b+c +a+b+c", "c", "c from the mean"),
+    ("+a+b+c+d -a-b+c+d +a+b-c-d -a-b-c-d", "abcd", "a and b; c and d")])
+def test_aliased_factors(labels, unknown, warning):
+    """Factors that the labels cannot separate are named and have no numbers. The others have numbers."""
+    _, *rows = compare.main_effects(noise(labels, [2] * 4), None, warnings := [])
+    assert warnings[-1] == f"effects: the labels cannot separate {warning}"
+    assert {row[0] for row in rows} == {*re.findall(r"\w", labels)}
+    assert {row[0] for row in rows if row[3:] == ["–"] * 4} == {*unknown}
+
+
+@pytest.mark.parametrize("seeds", ["1 1 2 2", "1 2 3 4", "1 1 1"])
+def test_seeds_that_tell_nothing(seeds):
+    """Of each label its own, of each run its own, or of some runs only."""
+    used = noise("-a +a", [2, 2])
+    for run, seed in zip(sum(used.values(), []), seeds.split() + [None]):
+        run.facts.pop("seed")
+        run.facts |= {"seed": seed} if seed else {}
+    rows = compare.main_effects(used, None, [])
+    assert rows[0][0] == "effect of (95 %)" and "–" not in rows[1]
 
 
 def test_sets_without_effects():

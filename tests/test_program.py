@@ -84,7 +84,8 @@ def test_a_pipe_that_nobody_reads_ends_every_program_without_a_word(home):
         found = dict(zip(PROGRAMS, pool.map(status_and_words, PROGRAMS)))
     assert {status for status, _ in found.values()} <= {0, 1, 141}  # argparse looks away
     assert {name: words for name, (_, words) in found.items() if words} == {
-        "records/repeat.py --repeat 1": "error: --label and a name for the runs are missing\n"}
+        "records/repeat.py --repeat 1": "error: --label and a name for the runs are missing, or several values for a"
+                                        " knob (--muon_lr=.02,.023)\n"}
 
 
 def test_what_needs_no_torch(tmp_path):

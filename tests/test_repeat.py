@@ -152,7 +152,9 @@ for i in range(9):
      "a, run 2 of 2, seed 2: failed with status 3"),
     ("2 --label a --label b --parallel", dict(FAILS="a.1"), 3, "a.1 a.2 b.1 b.2", "a.2 b.1 b.2",
      "a, run 1 of 2, seed 1, GPU 0: failed with status 3"),
-    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", ""),
+    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", "run.sh: a: no run starts; the lines above say why"),
+    ("2 --label a", dict(TRAIN="Path('data').mkdir(exist_ok=True); Path('data/new.py').touch()"), 0, "a.1 a.2",
+     "a.1 a.2", ""),  # no edit
     ("2 --label a", dict(TRAIN="Path('train_gpt.py').write_text('edited')"), 1, "a.1", "a.1",
      "a, run 2 of 2, seed 2: does not start, as somebody has edited the code since the series began"),
     ("1 --label a --help", dict(BEFORE="sys.exit()"), 1, "a.1", "", "seed 1: ended without a log in logs"),
@@ -265,7 +267,7 @@ def test_several_values_of_a_knob_are_a_search(capfd):
     words = ["--preset=cpu", "--muon_momentum=0.8,0.9", "--stage1.lr_mul=1,1.2"]
     rest = words[:2]
     assert repeat.search(words) == {f"stage1.lr_mul_{x}": [*rest, f"--stage1.lr_mul={x}"] for x in ("1", "1.2")}
-    assert repeat.search(rest) == {} and capfd.readouterr().err == ""
+    assert repeat.search([*rest, "--sample_prompt=1,2"]) == {} and capfd.readouterr().err == ""
     found = repeat.search([*words, "--pointer=false,true"])
     assert list(found) == ["-stage1_lr_mul-pointer", "-stage1_lr_mul+pointer", "+stage1_lr_mul-pointer",
                            "+stage1_lr_mul+pointer"]

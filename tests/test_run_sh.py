@@ -180,15 +180,14 @@ def test_gpus_that_torch_cannot_use(machine, tmp_path, monkeypatch):
 
     def two(count):
         count._obj.value = 2
-    library, spec = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=two), [tmp_path]
+    library = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=two)
     monkeypatch.setattr(launch.importlib.util, "find_spec",
-                        lambda name: SimpleNamespace(submodule_search_locations=spec))
+                        lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
     monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: library)
-    assert launch.gpu_count() == 0
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib/libtorch_cuda.so").touch()
-    assert launch.gpu_count() == 2
-    library.cuInit = lambda flags: 100
+    for cuda, count in ("None", 0), ("'13.0'", 2):
+        (tmp_path / "version.py").write_text(f"debug = False\ncuda: Optional[str] = {cuda}\nhip = None\n")
+        assert launch.gpu_count() == count
+    library.cuInit = lambda flags: 100  # no driver that works
     assert launch.gpu_count() == 0
     monkeypatch.undo()
 
@@ -335,6 +334,8 @@ def test_runs_side_by_side_find_the_data_there(machine):
     assert first == [STDLIB] * 2
     assert sorted([a, b]) == [f"['-'] {json.dumps(run)}" for run in runs]
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
+    assert machine.run("plan", "--preset", "record") == []  # the run would end at once
+    assert machine.out == "1\00012\0--preset\0record\0"
 
 
 def test_rerun_and_help(machine):

@@ -98,6 +98,12 @@ def test_a_run_without_memory_continues_as_a_process_of_its_own(corpus, tmp_path
     assert status == 0 and "starting again with --micro_batches=2" in out and out.count("final_val_loss") == 2
 
 
+def test_the_word_of_repeat_is_not_for_people():
+    done = subprocess.run([sys.executable, "train_gpt.py", "-"], env=ENV, cwd=ROOT, text=True, stdin=subprocess.DEVNULL,
+                          capture_output=True)
+    assert done.returncode == 1 and re.fullmatch("error: - is for .*--repeat.*\n", done.stderr)
+
+
 @pytest.mark.parametrize("number, within", [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)])
 def test_signals(corpus, tmp_path, number, within):
     """In the second run, whose log says it, or between two runs, of which no log says it."""

@@ -100,6 +100,10 @@ class System:
         start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
         return range(start, start + count)
 
+    def val_steps(self, total) -> int:
+        """Steps between validations in a run of `total` steps; 0: one at the end."""
+        return max(1, in_steps(self.val_every, total)) if self.val_every else 0
+
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
 # A config is read several times, and each call takes .1 ms.
@@ -536,7 +540,7 @@ def faults(config, world, first_step):
     # steps, so the two may share one step.
     yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
            f"{warmup} and {cooldown} steps, but the run has only {total}")
-    steps, pauses = system.profiled, (in_steps(system.val_every, total) or total, system.save_every or total)
+    steps, pauses = system.profiled, (system.val_steps(total) or total, system.save_every or total)
     yield (system.profile and not first_step <= steps.start < steps.stop <= total, "profile",
            f"the run has steps {first_step} to {total - 1}")
     yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (

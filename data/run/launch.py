@@ -62,7 +62,7 @@ class Stop:
         self.say, self.is_over = say, is_over
 
 
-stop = None  # the Stop of the run of this process, once signals are watched
+current = None  # the Stop of the run of this process, once signals are watched
 
 
 def watch_signals(say, is_over=lambda: False) -> Stop:
@@ -71,26 +71,26 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
     and before the run looks at the Stop. The same signal within a second is no second one: a scheduler may send it to
     torchrun, which passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before. The next run
     of a process watches anew."""
-    global stop
+    global current
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler or sys.platform == "win32":
         return Stop()
-    watching, stop, first = stop, Stop(say, is_over), {}
-    if watching:
-        return stop
+    is_watching, current, first = current is not None, Stop(say, is_over), {}
+    if is_watching:
+        return current
     numbers = are_default((signal.SIGINT, *STOPPING))
     read, write = os.pipe()
     os.set_blocking(write, False)
 
     def is_patient(number):
         again = time.monotonic() - first.setdefault(number, time.monotonic()) > 1
-        return (stop.waits and number != signal.SIGINT and not (again and number == signal.SIGTERM)
-                and not stop.is_over())
+        return (current.waits and number != signal.SIGINT and not (again and number == signal.SIGTERM)
+                and not current.is_over())
 
     def wait():
         while (number := os.read(read, 1)[0]) not in numbers or is_patient(number):
             if number in numbers:  # else it has a handler of its own
-                stop.number = stop.number or number
-        speaker = threading.Thread(target=stop.say, args=[number], daemon=True)
+                current.number = current.number or number
+        speaker = threading.Thread(target=current.say, args=[number], daemon=True)
         speaker.start()
         speaker.join(2)  # it hangs if the main thread waits for a full pipe
         os._exit(128 + number)
@@ -100,14 +100,14 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
     for number in numbers:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)  # the run goes on, also in libraries that do not try a call again
-    return stop
+    return current
 
 
 def gpu_count() -> int:
     """How many GPUs CUDA offers to this process; 0 for a PyTorch that is built for the CPU. PyTorch itself would take
     seconds to import."""
-    found, count = importlib.util.find_spec("torch"), ctypes.c_int()
-    if not any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in found.submodule_search_locations):
+    folder, count = importlib.util.find_spec("torch").submodule_search_locations[0], ctypes.c_int()
+    if not re.search("^cuda\\b.*=.*'", Path(folder, "version.py").read_text(encoding="utf-8"), re.M):
         return 0
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 import sysconfig
 import time
@@ -13,7 +14,7 @@ import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.run.launch import watch_signals
+from data.run import launch
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
@@ -165,10 +166,12 @@ def own_modules() -> dict[str, str]:
 
 def serve(main) -> int:
     """Many runs in one process, which keeps imports, kernels and the GPU's context. Standard input is a socket: a line
-    has the arguments of a run in JSON, and a byte answers once it has ended well. A run that has not ends the process
+    has the arguments of a run in JSON, and a byte answers once it has ended well. A run that fails ends the process
     with its status, so that nothing of it is left. main: function (argv, time of its start) -> exit status."""
     import torch
 
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        raise UserError("- is for records/repeat.py: write --key=value, or ./run.sh --repeat for many runs")
     threads, seed, modules, env = torch.get_num_threads(), torch.initial_seed(), own_modules(), dict(os.environ)
     for line in sys.stdin:
         torch.set_num_threads(threads)
@@ -177,7 +180,9 @@ def serve(main) -> int:
         os.environ.update(env)
         if status := main(json.loads(line), time.perf_counter()):
             return status
-        watch_signals(lambda number: None)  # between two runs, each ends the process
+        if launch.current and launch.current.number:  # it came after the last step
+            return 128 + launch.current.number
+        launch.watch_signals(lambda number: None)  # between two runs, each ends the process
         for name in own_modules().keys() - modules:  # would be among the sources in the next log
             del sys.modules[name]
         gc.collect()

@@ -158,9 +158,8 @@ def outcome(op, function, args):
 
 
 def fault_of(run, name, op, reference, tolerance):
-    """What is wrong with an operation in words, or None. run(op): what op
-    returns and changes. Raises UserError when the
-    operation leaves the GPU unusable."""
+    """What is wrong with an operation in words, or None. run(op): what op returns and changes. Raises UserError when
+    the operation leaves the GPU unusable."""
     try:
         for result, wanted in zip(run(op), run(reference), strict=True):
             wanted = wanted.float()
