@@ -8,7 +8,6 @@ each idea.
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
-    torchrun --nnodes=2 --nproc_per_node=8 ... train_gpt.py  16 GPUs of two machines; records/guide.md has the rest
     python train_gpt.py --preset=single                      the best run on one GPU: 5 minutes on an H100
     python train_gpt.py --preset=short --minutes=1           the best run of a length that you choose
     python train_gpt.py --preset=cpu                         a small model of bytes: minutes on a laptop
@@ -400,7 +399,7 @@ from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
 from data.run.state import check_weights, compare_shards, load, load_checkpoint, load_weights, save
-from data.run.trial import is_tested, replace_faulty_kernels
+from data.run.trial import replace_faulty_kernels
 from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
 from data.shards import run_shards
 from data.tokenizer import normalised_ids, text_codec
@@ -1438,15 +1437,10 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     size: a line for the log about the size that the script has chosen, if it has. seconds: the expected training time,
     if it is known. profiler: class Profiler, or None.
     """
+    config, ops, _ = choose_kernels(config, rt.device)
+    config, faults = replace_faulty_kernels(config, ops, rt, log) if config.system.kernels == "auto" else (config, [])
     config, ops, choices = choose_kernels(config, rt.device)
-    faults = []
-    if config.system.kernels == "auto":
-        if not is_tested(rt.device):
-            log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
-        config, faults = replace_faulty_kernels(config, ops, rt)
-        watch.lap("trial")
-    if faults:
-        config, ops, choices = choose_kernels(config, rt.device)
+    watch.lap("trial")
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     shards = run_shards(config)
@@ -1457,10 +1451,9 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
             log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f}, except for tables, since"
                      f" --adam_every={every}", console=False)
         facts, doubt = facts_of_run(config)
-        for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):
+        doubts = [doubt] * bool(doubt) + shards["train"].warnings + shards["val"].warnings
+        for line in [size] * bool(size) + faults + [f"warning: {text}" for text in doubts]:
             log.line(line)
-        for warning in shards["train"].warnings + shards["val"].warnings:
-            log.line(f"warning: {warning}")
     stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None
     initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None

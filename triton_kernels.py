@@ -691,8 +691,7 @@ def _store_tile(X, x, head, first, N, BLOCK, D):
 
 @triton.jit
 def _keys_of_queries(Start, m0, N, window, BLOCK):
-    """Keys that the queries from m0 on see: (first of each row (BLOCK,), first and last that some row
-    sees, first that every row could see)."""
+    """Keys that the queries from m0 on see: (first for each row (BLOCK,), first and last for any row, first for all)."""
     t = m0 + tl.arange(0, BLOCK)
     last = tl.minimum(m0 + BLOCK, N) - 1
     return (tl.maximum(tl.load(Start + t, mask=t < N, other=0), t - window),
@@ -701,8 +700,7 @@ def _keys_of_queries(Start, m0, N, window, BLOCK):
 
 @triton.jit
 def _queries_of_keys(End, n0, N, window, BLOCK):
-    """Queries that see the keys from n0 on: (last of each key (BLOCK,), last that sees some key, last that
-    could see every key)."""
+    """Queries that see the keys from n0 on: (last for each key (BLOCK,), last for any key, last for all keys)."""
     s = n0 + tl.arange(0, BLOCK)
     last = tl.minimum(n0 + BLOCK, N) - 1
     return (tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window),

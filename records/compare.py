@@ -461,8 +461,8 @@ def main_effects(used, rate, warnings):
                 count = each * len(words)
                 df = count - 1 - len(factors) - (each - 1) * bool(of_seeds)
                 return Estimate(on_loss.value, on_loss.variance * len(runs) / count, df).p
-            warnings.append(f"effect of {factor}, loss: p = {on_loss.p:.4f}; p < {CHANCE} would take {enough(p_of)} runs"
-                            " of each label with this mean and scatter")
+            warnings.append(f"effect of {factor}, loss: p = {on_loss.p:.4f}; p < {CHANCE} would take {enough(p_of)}"
+                            " runs of each label with this mean and scatter")
         if rate:  # counted as independent of the effect, even if the set contains SHORT or LONG
             log = on_loss.times(1 / rate.value)
             rows[-1].append(shown(estimate(log.value, log, rate.times(log.value / rate.value)), 2, saved))

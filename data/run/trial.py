@@ -196,10 +196,12 @@ def find_faults(config, ops, device) -> dict[str, str]:
     return {name: fault for name, fault in found.items() if fault}
 
 
-def replace_faulty_kernels(config, ops, rt):
+def replace_faulty_kernels(config, ops, rt, log=None):
     """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault). ops: the
     implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on all ranks.
     GPUs that have run the tests need no trial."""
+    if log and not is_tested(rt.device):
+        log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
     faults = [{} if is_tested(rt.device) else find_faults(config, ops, rt.device)]
     if rt.world > 1:
         faults *= rt.world
