@@ -140,7 +140,8 @@ def rand(*shape, dtype=BF16):
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 def example(op, dtype=BF16, borders=None, window=128, **sizes):
-    """Arguments of an operation, of the widths of this file and these sizes."""
+    """Arguments of an operation, of the widths of this file and these sizes. Cases with arguments of their own time
+    parts of operations, the weights of a stage's tokens, or ids that repeat as those of text do."""
     widths = dict(D=D, H=H, d=HEAD, F=MLP_DIM, V=V)
     return trial.example(op, CONFIG.model, dtype, DEVICE, borders, window, **widths | sizes)
 
@@ -324,7 +325,7 @@ def mlp_cases():
     sizes = [(N, MLP_DIM, len(CONFIG.model.layers)) for N in TOKENS]
     for N, width, count in *sizes, (TOKENS[0], 2816, 0):  # 2816 = 22 * 128, PR 349
         shape = f"{N}, width {width}"
-        x, g, W1, W2 = rand(N, D), rand(N, D), rand(width, D) * D**-0.5, rand(width, D) * D**-0.5
+        g, (x, W1, W2) = rand(N, D), (leaf.detach() for leaf in example("mlp", N=N, F=width))
         post, _ = tk._relu_square(x, W1)
         square = compiled(lambda pre: pre.relu().square())
         derivative = compiled(lambda u, pre: 2 * u * pre.relu())
