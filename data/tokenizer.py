@@ -1,5 +1,6 @@
 """Tokenizers, and what the model takes from them."""
 
+import functools
 import os
 import unicodedata
 
@@ -40,6 +41,7 @@ def normalised_text(token: bytes) -> str:
     return " ".join("".join(c for c in text if not unicodedata.combining(c)).lower().split())
 
 
+@functools.cache  # .1 s, for each run of a process
 def normalised_ids(decode, model) -> np.ndarray:
     """(padded_vocab,) int32: for each token the first token with the same normalised text. Tokens without such text,
     BOS and the padding keep their ids. PR 375, Daniel Monroe."""

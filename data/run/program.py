@@ -1,5 +1,6 @@
 """What each program does around its `main`: errors of one line, files and folders, its end. This needs no package."""
 
+import functools
 import gc
 import importlib.util
 import json
@@ -151,12 +152,17 @@ def open_outputs():
             setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))
 
 
+@functools.cache  # the files of 2000 modules take .1 s, and `serve` asks twice for each run
+def resolved(file) -> Path:
+    return Path(file).resolve()
+
+
 def own_modules() -> dict[str, str]:
     """{name: path} of the loaded modules of this repository, without Python's own and installed packages, which an
     environment inside the repository brings."""
     places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
     places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
-    files = {name: Path(file).resolve() for name, module in [*sys.modules.items()]
+    files = {name: resolved(file) for name, module in [*sys.modules.items()]
              if (file := getattr(module, "__dict__", {}).get("__file__"))}
     own = {name: file.relative_to(ROOT) for name, file in files.items() if file.suffix == ".py"
            and file.is_relative_to(ROOT) and not any(map(file.is_relative_to, places))}
