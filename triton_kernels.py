@@ -3100,8 +3100,7 @@ class Mixed(NamedTuple):
     codes: tuple[Tensor, Tensor] | None = None  # e4m3, (N, D) and (D, N)
 
     x = property(lambda self: self.xs.pop() if len(self.xs) > 1 else self.xs[0])
-    normed = property(lambda self: self.normeds and (
-        self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0]))
+    normed = property(lambda self: self.normeds and (self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0]))
 
 
 class Added(NamedTuple):
