@@ -351,7 +351,7 @@ def _load_pieces(Pieces, piece, N):
 @triton.jit(do_not_specialize=["N", "tokens"])
 def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
                      COLUMNS: constexpr, PIECES: constexpr, BLOCK: constexpr):
-    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Pieces of groups come first; Sums (N, D) fp32 gets theirs.
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Pieces of groups come first; Sums (N, D) fp32 gets sums.
     column = tl.arange(0, COLUMNS)
     in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -1738,8 +1738,8 @@ def _mlp_multiply(ME, args):
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
         now = step
-        # Without turns, a warp group could wait for the next round of a stage that is one round behind: of the same
-        # parity, so the wait would end too early. Warp group 0 has the first turn.
+        # Without turns, a warp group could be two rounds ahead of a stage. Both rounds have the same parity, so the
+        # wait for the stage would end too early. Warp group 0 has the first turn.
         mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
         for k in range(steps):
@@ -3539,7 +3539,7 @@ def token_gate(first, weight, factor):
 #   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of
 #   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factor, and so does dW.
 #   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
-# To scale weights is cheaper than to scale x (PR 166). One launch has all layers.
+# Scaling the weights costs less than scaling x (PR 166). One launch scales the weights of all layers.
 
 WEIGHTS_LAUNCH = dict(BLOCK=4096, num_warps=4)
 

@@ -1,6 +1,7 @@
 """Token shards: which files a pattern names, what is in a file, and whether it changes during a run. README.md beside
 this file describes the format."""
 
+import functools
 import glob
 import hashlib
 import os
@@ -61,6 +62,12 @@ def digest(path: Path) -> str:
         while block := file.read(2**20):
             found.update(block)
     return found.hexdigest()
+
+
+@functools.cache
+def digest_at(path: Path, stamp) -> str:
+    """`digest` of a file with this stamp, for all runs of a process: each file is read once."""
+    return digest(path)
 
 
 def data_root() -> Path:
@@ -134,7 +141,7 @@ class Shards:
     def digest(self, path) -> str:
         """SHA-256 of a shard, which is read for it once. Raises UserError when the file has changed."""
         if path not in self.digests:
-            found = digest(path)
+            found = digest_at(path, self.files[path])
             self.require_same(path)
             self.digests[path] = found
         return self.digests[path]

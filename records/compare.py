@@ -61,8 +61,8 @@ MACHINE = {
     "python": r"Running Python (\S+)", "torch": r"Running [Pp]y[Tt]orch (\S+)", "cuda": r"compiled for CUDA (\S+)",
     "triton": r"Running Triton version (\S+)", "driver": r"Driver Version: (\S+)"}
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
-# The public logs have the loss and the time of a step on one line. Public logs of 2024 have nan as the average of the
-# first steps. Our logs have two lines for a step, which read_run joins.
+# A public log has the loss and the time of a step on one line. In a public log of 2024, step_avg is nan in the first
+# steps. Our logs have two lines for a step, which read_run joins.
 STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|nan|inf))?"
                   r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)", re.M)
 TWO_LINES = re.compile(r"(step:\d+/\d+)( \w+_loss:\S+)\n\1( train_time:\d+ms step_avg:\S+)$", re.M)

@@ -317,8 +317,8 @@ def rates(items, run, numbers):
     launches, families, rows = defaultdict(list), defaultdict(list), []  # seconds by kernel; least work by kernels
     for item in items:
         launches[item.name.replace("_hopper_kernel", "_kernel")].append(item.own * 1e-6)
-    done = (call for step in run["steps"] if step["step"] in numbers for call in step["calls"] if call[1] in WORK)
-    for times, name, *sizes in done:
+    calls = (call for step in run["steps"] if step["step"] in numbers for call in step["calls"] if call[1] in WORK)
+    for times, name, *sizes in calls:
         kinds, least_work = WORK[name]
         families[kinds] += [(name, *least_work(*sizes))] * times
     for kinds, done in families.items():

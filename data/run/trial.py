@@ -23,14 +23,14 @@ def is_tested(device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in TESTED
 
 
-def example(op, model, dtype, device, borders=None, window=128, **sizes):
+def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, d=None, F=None, V=None, N=256, R=64,
+            n=2, M=256):
     """Arguments of an operation, the same random numbers each time. Inputs with gradients require them. "attention" has
     a list, the arguments of each kind of layer; "mix" those of `sums`, "head" those of `head_loss`. borders (K,) int32:
-    of documents, here two; window: of the pointer. sizes: other widths than the model's (F: of the MLP, V: columns of
-    the head), N tokens, R rows of tables, n matrices of M rows."""
-    sizes = dict(D=model.model_dim, H=model.num_heads, d=model.head_dim, F=model.mlp_dim, V=model.padded_vocab, N=256,
-                 R=64, n=2, M=256) | sizes
-    D, H, d, F, V, N, R, n, M = sizes.values()
+    of documents, here two; window: of the pointer. D, H, d, F (of the MLP), V (columns of the head): other widths than
+    the model's. N tokens, R rows of tables, n matrices of M rows."""
+    D, H, d = D or model.model_dim, H or model.num_heads, d or model.head_dim
+    F, V = F or model.mlp_dim, V or model.padded_vocab
     generator, fp32, int64 = torch.Generator(device).manual_seed(0), torch.float32, torch.int64
 
     def random(*shape, std=1.0, dtype=dtype):
@@ -200,9 +200,11 @@ def replace_faulty_kernels(config, ops, rt, log=None):
     """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault). ops: the
     implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on all ranks.
     GPUs that have run the tests need no trial."""
-    if log and not is_tested(rt.device):
-        log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
-    faults = [{} if is_tested(rt.device) else find_faults(config, ops, rt.device)]
+    faults = [{}]
+    if not is_tested(rt.device):
+        if log:
+            log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
+        faults = [find_faults(config, ops, rt.device)]
     if rt.world > 1:
         faults *= rt.world
         dist.all_gather_object(faults, faults[0])
