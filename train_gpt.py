@@ -9,7 +9,7 @@ each idea.
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
     python train_gpt.py --preset=single                      the best run on one GPU: 5 minutes on an H100
-    python train_gpt.py --preset=short --minutes=1           the best run of a length that you choose
+    python train_gpt.py --preset=single --minutes=1          the best run of a length that you choose
     python train_gpt.py --preset=cpu                         a small model of bytes: minutes on a laptop
     python train_gpt.py --check                              check whether a run with these knobs would start here
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
@@ -56,7 +56,7 @@ from data import require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import momentum_steps, stage_starts
+from data.run.length import momentum_steps, scaled, stage_starts
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
     require_finite, run_program, serve, told)
@@ -232,7 +232,7 @@ class Stage:
 class Schedule:
     """Length and stages of the run, and the values that depend on the step; `make_plan` evaluates them."""
 
-    # --train_tokens and --minutes change the length of a preset: `fit_length` derives batches, rates and steps.
+    # --train_tokens and --minutes change the length of a preset, and with it batches, rates and steps (`recipe`).
     train_tokens: Annotated[int | float, Bounds(0, 10**15)] = 0  # tokens of the whole run (0: as the other knobs say)
     minutes: Real = 0.0  # training time; the steps are timed before the run (0: as the other knobs say)
     scheduled_steps: Count = 1450  # the shares of the stages divide these steps
@@ -259,10 +259,12 @@ class Schedule:
 class Optim:
     """Rates common to all parameters; `param_table` has the factors of each parameter."""
 
-    adam_lr: Rate = 0.008  # times lr_mul of the parameter, and times `adam_factor`, .841, if updated in every step
+    adam_lr: Rate = 0.008  # of head, embedding, gates and lambdas: times lr_mul of the parameter
+    table_lr: Rate = 0.008  # of the tables of values and n-grams: times lr_mul
     adam_eps: Annotated[float, Bounds(1e-30, 1)] = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
-    # The tables of values and n-grams are always updated in every second step. `fit_length` chooses 2 for long runs.
+    # The tables of values and n-grams are always updated in every second step. An update by the gradients of one step
+    # wants .84 of the rate for two (records/2026-11-27_learning).
     adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step (1) or every second (2)
     # The n-gram embeddings (--ngram_rows) are always updated so.
     lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped
@@ -295,58 +297,70 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # When data/run/length.py chooses the size of the model: if --minutes or --train_tokens gives a length ("given"), or
-    # also at the preset's own length ("always"). A size that the rule does not know stays.
-    sized: Literal["never", "given", "always"] = "never"
+    # function (tokens, GPUs) -> the config of a length, whose size then suits the length, too. None: `scaled` makes it
+    # of the preset's config.
+    recipe: Callable | None = None
 
 
 RECORD74 = Config()
 LAYERS = wire(11)
-LONG_LAYERS = wire(len(LAYERS), mix=False)  # mixtures pay in short runs only (records/2026-11-28_proven)
-# What `record`, `single` and `short` share, beside the settings of record 74.
+# What `record` and `recipe` share, beside the settings of record 74.
 BASE = with_knobs(
     RECORD74, mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS,
     backout_layer=LAYERS[-1].input_from, split_stage=4, sampled_frac=0.93, adam_every=1, slow_momentum=0.56,
     polar_steps=4, average_blend=0.5, fp8_mlp=True, fp8_qkv=True)
-# This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is. The settings come
-# from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
-# seconds of 2026-11-23. The table of n-grams has a million rows, or up to four million where the GPU has the memory
-# (`fit_memory`, records/2026-11-26_ngrams).
-SHORT = with_knobs(
-    BASE, ngram_rows=(5e5, 5e5), width_lr_power=0.5, scheduled_steps=800, extension_steps=24, cooldown_frac=0.7,
-    muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, muon_wd=2.4, adam_lr=0.0104,
-    lazy_tables=True, table_beta2=0.98, micro_batches=0,
-    val_batch_tokens=65536,  # this cuts more documents than 262144, so the loss is a little higher (records/guide.md)
-    stages=(
-        Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
-        Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
-        Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
-        Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0)))
+
+
+def recipe(tokens=340e6, gpus=1) -> Config:
+    """The best run of so many tokens that we know, on so many GPUs of 12 GB or more: --preset=single. The length is its
+    only dial. Dates name the records that measured a choice; records/techniques.md has them all."""
+    # 1. Size: 768 channels in 11 layers, which should reach 3.28 on FineWeb with 340M tokens. For a given length,
+    #    `fit_size` takes the size of `best_size`: in little time a small model learns more (11-25_size, 11-29_recipe).
+    # 2. Layers: all ideas of `wire`; mixtures gain .014 at 60M tokens and .009 at 155M (11-29_recipe).
+    # 3. Tables: rows for bigrams and trigrams, a million, or more where the GPU has the memory (`fit_memory`), since
+    #    they take no time (11-26_ngrams). A step has gradients of few rows: no first moment (11-23_optimizer).
+    # 4. Adam updates the head in every step. Its rates fall a little as runs get longer. Narrow models take higher
+    #    rates, but not in long runs (11-25_size, 11-25_length, 11-27_learning, 11-29_recipe).
+    longer = max(1.0, tokens / 27e6)
+    rate, narrow = longer**-0.08, max(0.0, 0.5 - 0.29 * math.log(longer))
+    # 5. Weight decay of Muon, too: the matrices of a longer run have more steps in which to shrink (11-27_learning).
+    decay = 2.4 * longer**-0.27
+    # 6. The cool-down takes .7 of the run, and Muon's momentum follows the run, too (11-22_short_runs).
+    # 7. Stages: windows and documents grow, and the loss looks two tokens ahead only in the first (11-22_short_runs).
+    config = with_knobs(
+        BASE, ngram_rows=(5e5, 5e5), lazy_tables=True, width_lr_power=round(narrow, 3),
+        adam_lr=round(0.00875 * rate, 5), table_lr=round(0.0104 * rate, 5), table_beta2=0.98, muon_wd=round(decay, 3),
+        muon_beta2=0.9, muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03, cooldown_frac=0.7,
+        scheduled_steps=800, extension_steps=24, micro_batches=0,
+        val_batch_tokens=65536,  # cuts more documents than 262144, so the loss is a little higher (records/guide.md)
+        stages=(
+            Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
+            Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
+            Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
+            Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0)))
+    # 8. These batches, rates and steps are those of 27.0M tokens. The batch grows with the root of the tokens, all
+    #    rates and their floor with batch ** .35; second moments forget as fast in tokens (11-22_lengths, 11-25_length).
+    return with_knobs(scaled(config, tokens, gpus), train_tokens=int(tokens))
+
+
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
+    # Mixtures do not pay in it (records/2026-11-28_proven).
     "record": Preset(gpus=8, config=with_knobs(
-        BASE, layers=LONG_LAYERS, ngram_rows=(2e6, 2e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3,
-        muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0092)),
-    # The best run for one GPU, of as many tokens as should reach 3.28; with these, a smaller model would not. On more
-    # GPUs it has larger batches. Its second moments and its cool-down are longer than those of `short`, its rates of
-    # Adam lower (records/2026-11-25_length). The higher rates that narrow models have in short runs do not help it
-    # (records/2026-11-25_size), nor do an update of the head in every step and twice the decay: it has steps enough
-    # (records/2026-11-27_learning).
-    "single": Preset(sized="given", config=with_knobs(
-        SHORT, layers=LONG_LAYERS, width_lr_power=0.0, train_tokens=340e6, cooldown_frac=0.8, muon_beta2=0.95,
-        muon_wd=1.2, adam_lr=0.0085, adam_every=2)),
-    "short": Preset(SHORT, sized="always"),  # change the length with --train_tokens or --minutes
-    # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
-    # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
+        BASE, layers=wire(11, mix=False), ngram_rows=(2e6, 2e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3,
+        muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0077, table_lr=0.0092)),
+    "single": Preset(recipe(), recipe=recipe),
+    # `recipe` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other
+    # rates than there, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
     # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
     # tried. Rows for 6 and 8 bytes beside those for 2, 3 and 4 gain most of all.
     "cpu": Preset(with_knobs(
         RECORD74, vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
         head_pairs=True, pointer=True, layers=wire(4, narrow=False), backout_layer=2, scheduled_steps=1704,
         extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.88),
-        muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, adam_lr=0.012, adam_every=1, table_beta2=0.98,
-        average_blend=0.5, device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
+        muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, adam_lr=0.0101, table_lr=0.012, adam_every=1,
+        table_beta2=0.98, average_blend=0.5, device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
         train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
         val_batch_tokens=8192, sample_tokens=200, sample_prompt="def ",
         stages=(
@@ -425,7 +439,7 @@ class Param(NamedTuple):
     optim: str
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
     betas: tuple[float, float | None] | None = None  # of Adam; None stands for table_beta2 of Optim
-    lr_mul: float = 1.0  # adam: factor of adam_lr
+    lr_mul: float = 1.0  # adam: factor of adam_lr, or of table_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
     matrix_lr: tuple[float, ...] = (1.0,)  # normuon: factors of muon_lr, for one matrix of a bank after the other
@@ -1001,30 +1015,25 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
         part.copy_(mixture.mul_(scale))
 
 
-def adam_factor(steps) -> float:
-    """Factor of Adam's rates with so many steps per update: an update by fewer tokens has a lower rate
-    (records/2026-11-27_learning)."""
-    return (steps / 2) ** 0.25
-
-
 def update_numbers(config, plan) -> dict[str, float]:
     """The numbers with which the optimizer makes the update of a step: {name: number}, and {"label name": number} of
     the parameters. Every step has the same names."""
     optim, muon_lr = config.optim, config.optim.muon_lr * plan.lr_factor
 
-    def adam(steps):
-        """(number of updates, this one included; rate) with so many steps per update."""
-        return max(1, (plan.step + 1) // steps), optim.adam_lr * plan.lr_factor * adam_factor(steps)
+    def updates(steps):
+        """Number of updates, this one included, with so many steps per update."""
+        return max(1, (plan.step + 1) // steps)
 
-    t, adam_lr = adam(optim.adam_every)  # of Replicated, which has vectors of all other numbers
-    numbers = {"t": t, "table_t": adam(2)[0], "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
-               "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
+    # t and adam_lr: of Replicated, which has vectors of all other numbers.
+    numbers = {"t": updates(optim.adam_every), "table_t": updates(2), "adam_lr": optim.adam_lr * plan.lr_factor,
+               "muon_lr": muon_lr, "momentum": plan.momentum, "momentum_decay": plan.momentum_decay,
+               "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
     for row in (row for row in config.model.table if row.optim != "replicated"):
         decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
         if row.optim != "normuon":
-            (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
-            lr *= row.lr_mul
-            numbers[f"{row.label} step_size"] = kernels.adam_step_size(lr, t, beta1, beta2)
+            lr = (optim.table_lr if row.sparse else optim.adam_lr) * plan.lr_factor * row.lr_mul
+            numbers[f"{row.label} step_size"] = kernels.adam_step_size(
+                lr, updates(steps_per_update(row, optim)), *adam_betas(row, optim))
             decay = lr * lr * optim.adam_wd * row.wd_mul
         numbers[f"{row.label} weight_decay"] = decay
         numbers[f"{row.label} average_rate"] = plan.average_rates.get(row.label, 0.0)
@@ -1383,7 +1392,7 @@ def main(argv, began=started) -> int:
         config = make_config(values, world, PRESETS)
         seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(values, PRESETS)
         if size_open:
-            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: make_config(
+            fit = functools.partial(fit_size, config, lambda size, gpu: make_config(
                 values | size.knobs, world, PRESETS, gpu), world)
         if "--check" in argv:
             from records.check import check_table
@@ -1447,9 +1456,6 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     require_equal_ranks(rt, config, sources | {f"{part}_shards": str(each) for part, each in shards.items()})
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices, shards)
-        if (every := config.optim.adam_every) == 1:
-            log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f}, except for tables, since"
-                     f" --adam_every={every}", console=False)
         facts, doubt = facts_of_run(config)
         doubts = [doubt] * bool(doubt) + shards["train"].warnings + shards["val"].warnings
         for line in [size] * bool(size) + faults + [f"warning: {text}" for text in doubts]:

@@ -104,9 +104,9 @@ def training_command(name: str, made: Path, separator: int) -> str:
     patterns = [f"data/{made.name}/{name}_{part}_*.bin" for part in ("train", "val")]
     files = [f"--train_files={patterns[0]}", f"--val_files={patterns[1]}"]
     training, validation = (sum(Shards(pattern).counts) for pattern in patterns)
-    whole, shorter, start, note, sample = (
-        "cpu", "cpu", "", "", "--sample_prompt=") if separator == BYTE_SEPARATOR else (
-        "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
+    preset, start, note, sample = (
+        "cpu", "", "", "--sample_prompt=") if separator == BYTE_SEPARATOR else (
+        "single", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
 
     def fitted(words):
         """(config, line about the training data, tokens of one pass or None if the run takes no more) of a run. Raises
@@ -120,18 +120,18 @@ def training_command(name: str, made: Path, separator: int) -> str:
         if validation < 17:
             raise UserError(f"{validation} validation tokens, at least 17 are needed: more text, or a larger"
                             " --val-fraction")
-        config, found, most = fitted(words := [f"--preset={whole}"])
+        config, found, most = fitted(words := [f"--preset={preset}"])
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
-        # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
-        # run has smaller batches, and the loader drops more of the text for them. So it may still be too long.
+        # A shorter run has smaller batches, and the loader drops more of the text for them. So it may still be too
+        # long.
         for _ in range(9):
             if not most:
                 break
             try:
-                config, found, most = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={most}"])
+                config, found, most = fitted(shortened := [*words[:1], f"--train_tokens={most}"])
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
-                if len(words) == 1:
-                    config, found, _ = fitted(words := [f"--preset={shorter}"])
+                if words == ["--preset=single"]:  # then one of seconds, not of minutes
+                    config, found, _ = fitted(words := [*words, "--train_tokens=27e6"])
                 break
             words = shortened
     except UserError as error:

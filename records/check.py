@@ -12,7 +12,7 @@ from functools import cache, partial
 
 from data.run import start
 from data.run.config import with_knobs
-from data.run.length import SECONDS_PER_TOKEN, SIZE_KNOBS, Size, seconds_per_token, stage_starts, total_tokens
+from data.run.length import CPU_SECONDS_PER_TOKEN, SIZE_KNOBS, Size, seconds, total_tokens
 from data.run.machine import choose_kernels, find_device, measure_gpu
 from data.run.memory import fit_memory
 from data.run.program import UserError
@@ -27,19 +27,19 @@ def expected_time(config, world, models, gpu):
         return f"{schedule.minutes:g} min, as --minutes says", True
     tokens = total_tokens(schedule)
     size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")} if gpu else {}
-    timed = [dataclasses.replace(x, **size, ngram_rows=model.ngram_rows if any(x.ngram_rows) else x.ngram_rows)
+    timed = [dataclasses.replace(x, **size, width_lr_power=model.width_lr_power,
+                                 ngram_rows=model.ngram_rows if any(x.ngram_rows) else x.ngram_rows)
              for name, x in models.items() if (name == "cpu") == on_cpu and x.pointer]  # the fit has no other models
     if model not in timed or config.system.kernels != "auto":
         return "not known for this model or these kernels", True
     if on_cpu:
-        return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
+        return (f"{CPU_SECONDS_PER_TOKEN * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
                 " measured"), True
     try:
         gpu = gpu or measure_gpu(fp8=config.system.fp8_mlp)
     except UserError:
         return "not measured: too little memory of the GPU is free", False
-    rows = tokens / stage_starts(schedule)[-1] / world
-    minutes = tokens * seconds_per_token(Size(model.model_dim, model.depth), rows, gpu) / world / 60
+    minutes = seconds(Size(model.model_dim, model.depth), tokens, gpu, world) / 60
     return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do)", True
 
 

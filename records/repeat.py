@@ -36,7 +36,7 @@ from data.run.program import ROOT, UserError, run_program, user_path
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 VALUES = re.compile(r"--([\w.]+)=((?:true|false|none|[-+.\de]+)(?:,(?:true|false|none|[-+.\de]+))+)", re.ASCII)
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-RACE = {"record74": ["--preset=record74"], "ours": ["--preset=short"]}
+RACE = {"record74": ["--preset=record74"], "ours": ["--preset=single"]}
 
 
 def say(text, before=""):
@@ -310,7 +310,7 @@ def report_race(runs) -> str:
     warnings = [f"warning: {label} read its data {count} times, which raises its loss; a race needs more data, or fewer"
                 " minutes" for label, count in passes.items()]
     return "\n".join([compare.table(rows), *warnings, f"picture: {picture}",
-                      f"--preset=record74 and --preset=short trained for the same time, one after the other, on"
+                      f"--preset=record74 and --preset=single trained for the same time, one after the other, on"
                       f" {facts['gpus']} and the same data ({facts['train_files']}): ours takes {mean(ratios):.3f} of"
                       f" record 74's time to the loss at which the slower one ends (n = {len(ratios)})"])
 

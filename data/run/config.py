@@ -22,7 +22,8 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 
 from data import NGRAM_FACTORS
 from data.run.length import (
-    FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, in_steps, momentum_steps, stage_starts)
+    CPU_SECONDS_PER_TOKEN, H100, SHORTEST_RUN, SIZE_KNOBS, Size, in_steps, momentum_steps, scaled, seconds,
+    stage_starts, total_tokens, with_steps)
 from data.run.program import UserError
 
 
@@ -261,6 +262,8 @@ def read_values(argv, presets) -> dict:
     """{knob: value} of the arguments, --check left out. Raises UserError. presets: {name: Preset of train_gpt.py}."""
     texts = read_arguments(arg for arg in argv if arg != "--check")
     preset = texts.pop("preset", None)
+    if preset == "short":
+        raise UserError("--preset=short: that run is --preset=single --train_tokens=27e6 now")
     if preset not in (None, *presets):
         raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
     return read_texts(texts, presets[preset or "record"].config) | ({"preset": preset} if preset else {})
@@ -310,6 +313,9 @@ def config_from_dict(default, tree):
         hints = hints_of(type(old))
         values = {key: value for key, value in values.items() if key not in DROPPED}
         values |= {"keep": 10**9} if values.get("keep") == 0 else {}  # which meant: all
+        if "adam_lr" in values and "table_lr" not in values:  # adam_lr was that of an update after two steps
+            factor = (values.get("adam_every", 2) / 2) ** 0.25
+            values |= {"table_lr": values["adam_lr"], "adam_lr": factor * values["adam_lr"]}
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 
@@ -348,7 +354,7 @@ def help_page(manual, presets, argv, source) -> str:
 
 def make_config(values, world, presets, gpu=None):
     """What the user has set, {knob: value} -> config for `world` ranks, checked. presets: {name: Preset of
-    train_gpt.py}; gpu: see `fit_length`. Raises UserError for values that a run does not accept."""
+    train_gpt.py}; gpu: see `with_length`. Raises UserError for values that a run does not accept."""
     preset, first_step = values.get("preset"), 0
     values = {key: value for key, value in values.items() if key != "preset"}
     if "resume" in values:
@@ -365,60 +371,70 @@ def make_config(values, world, presets, gpu=None):
 
 
 def left_open(values, presets) -> tuple[bool, bool]:
-    """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
-    number of n-gram embeddings, if there are any, is to suit the memory of the GPU). A preset of another size, or with
-    layers of its own, keeps them."""
-    preset, continues = presets[values.get("preset", "record")], bool({"resume", "init_from"} & values.keys())
-    model, has_length = preset.config.model, values.get("minutes") or values.get("train_tokens")
+    """(whether the size of the model is to suit the length of the run (data/run/length.py), whether the number of
+    n-gram embeddings, if there are any, is to suit the memory of the GPU)."""
+    continues, has_length = {"resume", "init_from"} & values.keys(), values.get("minutes") or values.get("train_tokens")
     by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in values)
-    size_is_open = ((preset.sized == "always" or preset.sized == "given" and bool(has_length))
-                    and model.is_wired and Size(model.model_dim, model.depth) in SIZES
-                    and not by_hand and not continues and values.get("device") != "cpu")
-    return size_is_open, "ngram_rows" not in values and not continues
+    size_is_open = presets[values.get("preset", "record")].recipe and has_length and not (
+        by_hand or continues or values.get("device") == "cpu")
+    return bool(size_is_open), "ngram_rows" not in values and not continues
 
 
 def preset_config(name, values, world, presets, gpu=None):
-    """A preset with other values, and with the batches, rates and steps that train_tokens or minutes gives it. A
-    model_dim alone keeps the width of the heads. Another depth makes the layers anew, and so does an odd number of
-    heads where layers are paired."""
-    config, gpus, _ = presets[name]
-    model, made_for, width = config.model, (config.schedule, gpus), values.get("model_dim", 0)
+    """A preset with other values, and with what follows from train_tokens or minutes. A model_dim alone keeps the width
+    of the heads. Another depth makes the layers anew, and so does an odd number of heads where layers are paired."""
+    config, gpus, recipe = presets[name]
+    model, width = config.model, values.get("model_dim", 0)
     if "num_heads" not in values and width > 0 and width % model.head_dim == 0:
         values = values | {"num_heads": width // model.head_dim}
-    heads, depth = values.get("num_heads", model.num_heads), values.get("depth", model.depth)
+    heads, depth, rewired = values.get("num_heads", model.num_heads), values.get("depth", model.depth), {}
     if depth != model.depth or heads % 2 and model.layers_with("paired") and model.is_wired:
         if not model.is_wired or not 3 <= depth <= 24:
             raise UserError(f"--depth={depth}: " + (
                 "from 3 to 24 layers" if model.is_wired else "the layers of this preset are not those of `wire`; take"
                 " another preset, or change them with --layers and --layer<n>"))
         layers = model.rewired(depth, heads % 2 == 0)
-        config = with_knobs(config, layers=layers, backout_layer=layers[-1].input_from)
-    return with_length(config, values, made_for, world, gpu)
+        rewired = {"layers": layers, "backout_layer": layers[-1].input_from}
+
+    def of_length(tokens):
+        found = recipe(tokens, world) if recipe else scaled(config, tokens, world / gpus)
+        return with_knobs(found, **rewired)
+    return with_length(with_knobs(config, **rewired), values, of_length, world, gpu)
 
 
-def with_length(base, values, made_for, world, gpu=None):
+def with_length(base, values, of_length, world, gpu=None):
     """The config `base` with other values, with at least a micro-batch for each rank, and with the length that the
-    values ask for. The last three arguments are those of `fit_length`. A value counts as set by hand if the length
-    would have given another one. So a setting that repeats what the run has anyway changes nothing."""
-    config, by_hand, differing = with_values(base, values), set(), {None}
-    check_config(config)  # `fit_length` computes with the values
-    asked = config.schedule
+    values ask for. What is set by hand stays; the steps suit it. of_length: function (tokens) -> the config of a run of
+    so many tokens. gpu: what the GPU can do, for --minutes (None: as much as an H100)."""
+    config = with_values(base, values)
+    check_config(config)  # `of_length` computes with the values
+    asked, knob = config.schedule, "minutes" if config.schedule.minutes else "train_tokens"
     if asked.minutes and values.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
-    wanted = {key: value for key, value in values.items() if FITTED.fullmatch(key)}
-    while differing:
-        config = with_values(base, {key: x for key, x in values.items() if key in by_hand or key not in wanted})
-        if 0 < config.system.micro_batches < world:
-            config = with_knobs(config, micro_batches=world)
-        config = with_knobs(config, **fit_length(config, by_hand, made_for, world, gpu))
-        found = flatten(config)
-        differing = {key for key, value in wanted.items() if found[key] != value}
-        by_hand |= differing
-    steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
-    if getattr(asked, knob) and "scheduled_steps" not in values and steps < SHORTEST_RUN:
-        raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
-                        f" {config.schedule.stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
-    return config
+    tokens = asked.train_tokens
+    if asked.minutes and config.system.device == "cpu":
+        tokens = 60 * asked.minutes * world / CPU_SECONDS_PER_TOKEN
+    elif asked.minutes:
+        tokens = 60 * asked.minutes / seconds(Size(config.model.model_dim, config.model.depth), 1, gpu or H100, world)
+    config = with_values(of_length(tokens), values) if tokens else config
+    if 0 < config.system.micro_batches < world:
+        config = with_knobs(config, micro_batches=world)
+    if not tokens:
+        return config
+    # A micro-batch has a multiple of 16 tokens, unless the batch was set by hand.
+    unit, schedule = 16 * (config.system.micro_batches or world), config.schedule
+    schedule = dataclasses.replace(schedule, stages=tuple(
+        stage if f"stage{i}.batch_tokens" in values else dataclasses.replace(
+            stage, batch_tokens=-(-stage.batch_tokens // unit) * unit) for i, stage in enumerate(schedule.stages, 1)))
+    if "scheduled_steps" not in values:
+        schedule = with_steps(schedule, [stage.batch_tokens for stage in schedule.stages], tokens,
+                              schedule.extension_steps if "extension_steps" in values else None)
+        if schedule.scheduled_steps < SHORTEST_RUN:
+            raise UserError(
+                f"--{knob}={getattr(asked, knob):g}: that is a run of {schedule.scheduled_steps} steps of"
+                f" {schedule.stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    schedule = dataclasses.replace(schedule, train_tokens=0 if asked.minutes else total_tokens(schedule))
+    return dataclasses.replace(config, schedule=schedule)
 
 
 def read_checkpoint(path, default, **knobs):
@@ -440,7 +456,7 @@ def begun_config(values, world, default):
         changed = (f"--{key}" for key in values if key.startswith("layer")
                    or getattr(config.model, key, None) != getattr(saved.model, key, None))
         raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
-    return with_length(saved, values, (saved.schedule, 1), world)
+    return with_length(saved, values, lambda tokens: scaled(saved, tokens, world), world)
 
 
 def resumed_config(values, preset, world, presets):

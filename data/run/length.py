@@ -1,12 +1,10 @@
-"""The length of a run: its steps, the settings that suit --train_tokens or --minutes, and the size of the model.
+"""The length of a run: its steps, what follows from --train_tokens or --minutes, and the size of the model.
 
-In the same time, a smaller model trains on more tokens, and a larger one learns more from each. `rank_sizes` puts the
-sizes that have been measured in order, by a fit of the loss and a fit of the time (records/2026-11-28_proven).
+In the same time, a smaller model trains on more tokens, and a larger one learns more from each.
 """
 
 import dataclasses
 import math
-import re
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,31 +31,17 @@ class Gpu(NamedTuple):
 
     products: float  # operations per second of a large matrix multiplication, in FP8 if the GPU has it
     copies: float  # bytes per second, read and written
-    launch: float  # seconds from one kernel of a CUDA graph to the next
 
 
-class Forecast(NamedTuple):
-    """What a model of one size learns in a training time."""
-
-    size: Size
-    tokens: float
-    loss: float  # up to a constant, which depends on the text
-
-
-SIZES = Size(384, 4), Size(512, 4), Size(512, 6), Size(640, 8), Size(768, 11)  # the time of a token grows
+H100 = Gpu(products=1490e12, copies=3010e9)
+# The sizes, and the seconds on one H100 up to which each learns most. records/2026-11-29_recipe has the fits of loss
+# and time from which these borders come: on six kinds of GPU, a choice by the fits gains .0007 of loss at most in the
+# mean.
+BORDERS = {Size(384, 4): 17, Size(512, 6): 72, Size(640, 8): 227, Size(768, 11): math.inf}
 # A knob that is set by hand leaves the size as it is if it is one of these, --depth, or that of a layer.
 SIZE_KNOBS = {"model_dim", "num_heads", "backout_layer"}
-MEASURED = 8e6, 155e6  # about the tokens of the shortest and of the longest runs in the fit of the loss
-H100 = Gpu(products=1490e12, copies=3010e9, launch=0.85e-6)  # measured, like the times of the fit
-# Of machines that nobody has measured yet, roughly: `short` on one H200, `cpu` on two cores.
-SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}
+CPU_SECONDS_PER_TOKEN = 130e-6  # roughly: of `cpu` on two cores
 SHORTEST_RUN = 20  # steps
-# In a run of more steps than this and than its preset has, Adam updates the head in every second step. In a run of 1628
-# steps, an update of the head in every step raised the loss (one pair, records/2026-11-27_learning).
-MANY_STEPS = 1200
-# The knobs that `fit_length` changes, but for train_tokens.
-FITTED = re.compile(r"stage\d+\.(batch_tokens|lr_mul)|(scheduled|extension)_steps|lr_floor|table_beta2|adam_every"
-                    r"|muon_(warmup|cooldown)")
 
 
 def stage_starts(schedule) -> list[int]:
@@ -104,65 +88,42 @@ def with_steps(schedule, costs, budget, extension=None):
     return min(candidates, key=lambda candidate: abs(sum_over_steps(candidate, costs) - budget))
 
 
-def round_batch(tokens, unit) -> int:
-    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`. Such numbers
-    have many divisors."""
-    nearest = min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
-    return -(-nearest // unit) * unit
+def round_batch(tokens) -> int:
+    """The 2 ** k or 3 * 2 ** k, 16 or more, that is nearest to `tokens` by ratio. Such numbers have many divisors."""
+    return min((n << k for n in (2, 3) for k in range(3, 60)), key=lambda batch: abs(math.log(batch / tokens)))
 
 
-def fit_length(config, by_hand, made_for, world, gpu=None) -> dict:
-    """{field: value} of the batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
+def scaled(config, tokens, gpus=1.0):
+    """The config with the batches, rates and steps of a run of so many tokens on `gpus` times as many GPUs.
 
     The batch grows with the root of tokens times fixed cost of a step, for two reasons. The tokens that a loss needs
     grow with batch / critical batch, and the critical batch grows in proportion to the tokens of the run (arXiv
     1812.06162). And each step has a fixed cost, of the optimizer and of communication: in its time one H200 trains on
-    2800 tokens, and G of them on about G ** 0.8 times as many. The rates, lr_floor among them, grow with batch ** 0.35.
+    2800 tokens, and G of them on about G ** 0.8 times as many. The rates, lr_floor among them, grow with batch ** .35.
     table_beta2 keeps its half-life in tokens. records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths
-    and records/2026-11-25_length the checks at three lengths and at 155M tokens. A run of more than MANY_STEPS and more
-    than its preset has, with --minutes by the estimate of its steps, has --adam_every=2.
-
-    by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
-    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come from
-    SECONDS_PER_TOKEN)."""
-    schedule, (native, gpus) = config.schedule, made_for
-    tokens, time = schedule.train_tokens, 60 * schedule.minutes
-    if time and gpu:
-        tokens = forecast(Size(config.model.model_dim, config.model.depth), time, gpu, world).tokens
-    elif time:
-        tokens = time * world / SECONDS_PER_TOKEN[config.system.device]
-    if not tokens:
-        return {}
-    growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5
-    unit, stages, factor = 16 * (config.system.micro_batches or world), [], 1.0
-    for i, stage in enumerate(schedule.stages, 1):
-        batch = stage.batch_tokens if f"stage{i}.batch_tokens" in by_hand else round_batch(
-            stage.batch_tokens * growth, unit)
+    and records/2026-11-25_length the checks at three lengths and at 155M tokens."""
+    schedule = config.schedule
+    growth, stages, factor = (tokens / total_tokens(schedule) * gpus**0.8) ** 0.5, [], 1.0
+    for stage in schedule.stages:
+        batch = round_batch(stage.batch_tokens * growth)
         factor = (batch / stage.batch_tokens) ** 0.35
-        rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else round(stage.lr_mul * factor, 4)
-        stages.append(dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate))
-    found, stages = {"lr_floor": round(schedule.lr_floor * factor, 4)}, tuple(stages)  # the factor of the last stage
-    ratio = total_tokens(dataclasses.replace(native, stages=stages)) / total_tokens(native)  # of the batches
-    found["table_beta2"] = round(config.optim.table_beta2 ** ratio, 4)
-    schedule = dataclasses.replace(schedule, stages=stages)
-    if "scheduled_steps" not in by_hand:
-        extension = schedule.extension_steps if "extension_steps" in by_hand else None
-        schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
-    if stage_starts(schedule)[-1] > max(MANY_STEPS, stage_starts(native)[-1]):
-        found["adam_every"] = 2
-    for key in "muon_warmup", "muon_cooldown":
-        if (steps := getattr(schedule, key)) >= 1:  # as a part of the run it fits the steps of `with_minutes`, too
-            found[key] = round(steps / stage_starts(native)[-1], 4)
-    return {key: value for key, value in found.items() if key not in by_hand} | {
-        "stages": stages, "scheduled_steps": schedule.scheduled_steps, "extension_steps": schedule.extension_steps,
-        "train_tokens": 0 if time else total_tokens(schedule)}
+        stages.append(dataclasses.replace(stage, batch_tokens=batch, lr_mul=round(stage.lr_mul * factor, 4)))
+    larger = dataclasses.replace(schedule, stages=tuple(stages))
+    beta2 = config.optim.table_beta2 ** (total_tokens(larger) / total_tokens(schedule))
+    total, periods = stage_starts(schedule)[-1], ("muon_warmup", "muon_cooldown")
+    parts = {key: round(getattr(schedule, key) / total, 4) for key in periods if getattr(schedule, key) >= 1}
+    larger = with_steps(larger, [stage.batch_tokens for stage in stages], tokens)
+    larger = dataclasses.replace(larger, lr_floor=round(schedule.lr_floor * factor, 4), **parts)  # of the last stage
+    return dataclasses.replace(config, schedule=larger,
+                               optim=dataclasses.replace(config.optim, table_beta2=round(beta2, 4)))
 
 
 def needed_tokens(config, world) -> float:
     """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
     less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s and the size is the best."""
     time = 60 * config.schedule.minutes
-    return 2.2 * (rank_sizes(time, H100, world)[0].tokens if time else total_tokens(config.schedule))
+    return 2.2 * (time / seconds(best_size(time * speed(H100, world)), 1, H100, world) if time
+                  else total_tokens(config.schedule))
 
 
 def with_minutes(config, seconds):
@@ -177,54 +138,17 @@ def with_minutes(config, seconds):
     return dataclasses.replace(config, schedule=schedule)
 
 
-def seconds_per_token(size, rows, gpu) -> float:
-    """Time of a training step with `rows` tokens on one GPU, divided by the rows.
-
-    A step multiplies each token with the weights of the layers and with the sampled classes of the head, makes passes
-    over activations and logits, updates the weights, and launches 140 + 60 · layers kernels. 23 times of H100s and
-    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %)."""
-    width, layers = size
-    weights = 9.6 * layers * width**2
-    passes = 320e3 + 181.4 * layers * width + 133.9 * weights / rows  # bytes per token
-    products = 6 * (weights + 64 * width * rows**0.5)  # operations per token
-    copies = min(gpu.copies, (gpu.copies * H100.copies) ** 0.5)  # an H200's passes gain half of its lead
-    return products / gpu.products + passes / copies + (140 + 60 * layers) * gpu.launch / rows
+def speed(gpu, world=1) -> float:
+    """How many H100s `world` GPUs are worth, roughly."""
+    return (gpu.products / H100.products * gpu.copies / H100.copies) ** 0.5 * world**0.9
 
 
-def expected_loss(size, tokens) -> float:
-    """Validation loss after so many tokens, up to a constant that depends on the text. The last term says that large
-    models gain more from more tokens. 47 runs with four million n-gram embeddings have .0045 rms."""
-    narrower, shallower = 768 / size.width, 11 / size.layers
-    return (0.0586 * narrower**1.2 + 0.1258 * shallower**0.6 + 1.0068 * (40e6 / tokens) ** 0.25
-            + 0.0183 * math.log(narrower**2 * shallower) * math.log(tokens / 40e6))
+def seconds(size, tokens, gpu=H100, world=1) -> float:
+    """Estimate of the training time of so many tokens. A token takes the time of its products with the weights of the
+    layers, and that of the tables, head and optimizer."""
+    return tokens * (0.19 + 0.125e-6 * size.layers * size.width**2) * 1e-6 / speed(gpu, world)
 
 
-def rows_per_gpu(tokens, world) -> float:
-    """Tokens per step on each GPU with the batches that `fit_length` gives `short`, before they are rounded."""
-    return 32768 * (tokens / 27e6 * world**0.8) ** 0.5 / world
-
-
-def seconds(size, tokens, gpu, world=1) -> float:
-    """Training time of so many tokens on `world` GPUs."""
-    return tokens * seconds_per_token(size, rows_per_gpu(tokens, world), gpu) / world
-
-
-def forecast(size, time, gpu, world) -> Forecast:
-    """What a model of this size learns in a training time in seconds on `world` GPUs."""
-    tokens = 27e6
-    for _ in range(20):  # the batch depends on the tokens
-        tokens *= time / seconds(size, tokens, gpu, world)
-    return Forecast(size, tokens, expected_loss(size, tokens))
-
-
-def rank_sizes(time, gpu, world=1) -> list[Forecast]:
-    """The forecasts of all sizes, the lowest loss first."""
-    return sorted((forecast(size, time, gpu, world) for size in SIZES), key=lambda it: it.loss)
-
-
-def best_seconds(tokens, gpu, world=1) -> float:
-    """The training time in which the best size takes so many tokens. Near a border two sizes read the same tokens in
-    different times; this is the shorter time."""
-    times = (seconds(size, tokens, gpu, world) for size in SIZES)
-    return next(time for size, time in zip(SIZES, times)
-                if SIZES.index(rank_sizes(time, gpu, world)[0].size) <= SIZES.index(size))
+def best_size(time=0.0, tokens=0.0) -> Size:
+    """The size that learns most in a time, in seconds of one H100, or in the time in which it takes so many tokens."""
+    return next(size for size, border in BORDERS.items() if (time or seconds(size, tokens)) <= border)

@@ -185,19 +185,12 @@ def measure_gpu(fp8) -> Gpu:
     """What the current GPU can do, in about a second, with 2.3 GiB of its memory. fp8: whether the MLPs are to train in
     FP8, if the GPU has it. Raises UserError when the memory is not enough."""
     try:
-        limits, x, count = ceilings(), torch.zeros(1, device="cuda"), 200
+        limits = ceilings()
     except torch.OutOfMemoryError:
         raise UserError("too little free memory to measure this GPU; choose the size of the model, for example"
                         " --model_dim=384 --depth=4") from None
-    x.add_(1)  # a capture must not load a kernel
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            x.add_(1)
-    launch = median_seconds(graph.replay) / count
     torch.cuda.empty_cache()
-    return Gpu(fp8 and limits["fp8"] or limits["bf16"], limits["copy"], launch)
+    return Gpu(fp8 and limits["fp8"] or limits["bf16"], limits["copy"])
 
 
 def require_equal_ranks(rt, config, sources: dict):

@@ -16,7 +16,7 @@ import torch
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.length import (
-    MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
+    BORDERS, best_size, seconds, speed, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, existing_folder, is_writable, user_error, user_path
@@ -219,29 +219,19 @@ def check_start(config, world, rows_open):
     return config
 
 
-def fit_size(schedule, parse, world, gpu, device):
+def fit_size(config, parse, world, gpu, device):
     """(config of the best size for the length of a run, a line that says why, training time in seconds). One GPU leaves
     out a size that does not fit its memory, but for the smallest. Several GPUs ignore the memory: they must agree, but
     may differ in what is free.
 
-    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config."""
+    config: of any size, with the length; parse: function (Size, gpu) -> config."""
     def fits(size):
         return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
-    tokens, time = total_tokens(schedule), 60 * schedule.minutes
-    ranked = rank_sizes(time or best_seconds(tokens, gpu, world), gpu, world)
-    best = next(it for it in ranked if world > 1 or it.size == SIZES[0] or fits(it.size))
-    others = (f"{other.size} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
-    if time:
-        tokens, length = best.tokens, f"{schedule.minutes:g} min, about {best.tokens / 1e6:.3g}M tokens"
-    else:
-        time = seconds(best.size, tokens, gpu, world)
-        length = f"{tokens / 1e6:.3g}M tokens, about {time:.3g} s"
-    line = (f"size: {best.size} (channels x layers) for {length}; expected difference of the loss in equal time:"
-            f" {', '.join(others)}; {gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s,"
-            f" {1e6 * gpu.launch:.2f} us per launch")
-    if best is not ranked[0]:
-        line += "; a size with a lower loss does not fit the memory"
-    if not MEASURED[0] <= tokens <= MEASURED[1]:
-        line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in MEASURED))
-    return parse(best.size, gpu), line, time
+    tokens, time = total_tokens(config.schedule), 60 * config.schedule.minutes
+    best = best_size(time * speed(gpu, world), tokens)
+    size = next(it for it in reversed(BORDERS) if it == [*BORDERS][0] or it <= best and (world > 1 or fits(it)))
+    time = time or seconds(size, tokens, gpu, world)
+    line = (f"size: {size} (channels x layers) for about {time:.3g} s of {speed(gpu, world):.2f} H100s"
+            f" ({gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s each)")
+    return parse(size, gpu), line + f"; {best} would be better, but does not fit the memory" * (size != best), time
