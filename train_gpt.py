@@ -371,9 +371,9 @@ PRESETS = {
 }
 
 
-def parse_config(argv, world=1, gpu=None) -> Config:
+def parse_config(argv, world=1, gpu=1.0) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument.
-    gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet)."""
+    gpu: how many H100s a GPU is worth, for --minutes."""
     return make_config(read_values(argv, PRESETS), world, PRESETS, gpu)
 
 
@@ -1396,8 +1396,7 @@ def main(argv, began=started) -> int:
                 values | size.knobs, world, PRESETS, gpu), world)
         if "--check" in argv:
             from records.check import check_table
-            models = {name: preset.config.model for name, preset in PRESETS.items()}
-            return check_table(config, world, models, fit, rows_open, show=local == 0)
+            return check_table(config, world, fit, rows_open, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         if not fit:  # else most checks need the size
             config = check_start(config, world, rows_open)

@@ -4,7 +4,6 @@ The checks are those of every start (data/run/start.py), which stops at the firs
 does not wait for: the tokens of the shards, and the expected time.
 """
 
-import dataclasses
 import os
 import textwrap
 from contextlib import suppress
@@ -12,35 +11,29 @@ from functools import cache, partial
 
 from data.run import start
 from data.run.config import with_knobs
-from data.run.length import CPU_SECONDS_PER_TOKEN, SIZE_KNOBS, Size, seconds, total_tokens
+from data.run.length import CPU_SECONDS_PER_TOKEN, Size, h100s, seconds, total_tokens
 from data.run.machine import choose_kernels, find_device, measure_gpu
 from data.run.memory import fit_memory
 from data.run.program import UserError
 
 
-def expected_time(config, world, models, gpu):
-    """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or by
-    the seconds per token of two cores (records/guide.md). models: {name of a preset: its model}; gpu: what the GPU can
-    do, if the size was chosen."""
-    schedule, model, on_cpu = config.schedule, config.model, find_device(config).type == "cpu"
+def expected_time(config, world, gpu):
+    """(a line about the expected training time, whether it could be estimated). gpu: how many H100s the GPU is worth,
+    if it was measured."""
+    schedule, model = config.schedule, config.model
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
-    tokens = total_tokens(schedule)
-    size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")} if gpu else {}
-    timed = [dataclasses.replace(x, **size, width_lr_power=model.width_lr_power,
-                                 ngram_rows=model.ngram_rows if any(x.ngram_rows) else x.ngram_rows)
-             for name, x in models.items() if (name == "cpu") == on_cpu and x.pointer]  # the fit has no other models
-    if model not in timed or config.system.kernels != "auto":
+    if not model.pointer or config.system.kernels != "auto":  # record74
         return "not known for this model or these kernels", True
-    if on_cpu:
-        return (f"{CPU_SECONDS_PER_TOKEN * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
-                " measured"), True
+    if find_device(config).type == "cpu":
+        return (f"{CPU_SECONDS_PER_TOKEN * total_tokens(schedule) / 60:.1f} minutes on two cores of an AMD EPYC for a"
+                " model like that of --preset=cpu; this CPU was not measured"), True
     try:
-        gpu = gpu or measure_gpu(fp8=config.system.fp8_mlp)
+        speed = h100s(gpu or measure_gpu(fp8=config.system.fp8_mlp), world)
     except UserError:
         return "not measured: too little memory of the GPU is free", False
-    minutes = seconds(Size(model.model_dim, model.depth), tokens, gpu, world) / 60
-    return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do)", True
+    minutes = seconds(Size(model.model_dim, model.depth), total_tokens(schedule), speed) / 60
+    return f"about {minutes:.1f} minutes (a rough estimate from H100s, scaled to what this GPU can do)", True
 
 
 def with_shards(survey, part, config, world):
@@ -50,11 +43,11 @@ def with_shards(survey, part, config, world):
     return "; ".join([found, *doubts]), fine and not doubts
 
 
-def check_table(config, world, models, fit, rows_open, show) -> int:
+def check_table(config, world, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
-    models: see `expected_time`. fit: None, or function (Gpu, device) -> (config of the best size for the length of the
-    run, a line about it, training time). rows_open: see `fit_memory`."""
-    columns, status, more, gpu = "{:<15} | {:<90} | {}", 0, {}, None
+    fit: None, or function (H100s that the GPU is worth, device) -> (config of the best size for the length of the run,
+    a line about it, training time). rows_open: see `fit_memory`."""
+    columns, status, more, gpu = "{:<15} | {:<90} | {}", 0, {}, 0.0
     with suppress(UserError):  # the rows "device", "kernels" and "memory" report it
         device = find_device(config)
         if fit and device.type == "cuda":
@@ -75,7 +68,7 @@ def check_table(config, world, models, fit, rows_open, show) -> int:
         more |= {"training data": partial(with_shards, start.survey_training_data, "train"),
                  "validation data": partial(with_shards, start.survey_validation_data, "val")}
     if show:
-        more["time"] = lambda *run: expected_time(config, world, models, gpu)
+        more["time"] = lambda *run: expected_time(config, world, gpu)
         print(columns.format("what", "found", "ok?"))
     for name, check in start.checks_of(config, **more).items():
         try:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 
 from data import NGRAM_FACTORS
 from data.run.length import (
-    CPU_SECONDS_PER_TOKEN, H100, SHORTEST_RUN, SIZE_KNOBS, Size, in_steps, momentum_steps, scaled, seconds,
+    CPU_SECONDS_PER_TOKEN, SHORTEST_RUN, SIZE_KNOBS, Size, h100s, in_steps, momentum_steps, scaled, seconds,
     stage_starts, total_tokens, with_steps)
 from data.run.program import UserError
 
@@ -352,7 +352,7 @@ def help_page(manual, presets, argv, source) -> str:
 
 # ---- Presets, checkpoints and lengths --------------------------------------------------------------------------------
 
-def make_config(values, world, presets, gpu=None):
+def make_config(values, world, presets, gpu=1.0):
     """What the user has set, {knob: value} -> config for `world` ranks, checked. presets: {name: Preset of
     train_gpt.py}; gpu: see `with_length`. Raises UserError for values that a run does not accept."""
     preset, first_step = values.get("preset"), 0
@@ -380,7 +380,7 @@ def left_open(values, presets) -> tuple[bool, bool]:
     return bool(size_is_open), "ngram_rows" not in values and not continues
 
 
-def preset_config(name, values, world, presets, gpu=None):
+def preset_config(name, values, world, presets, gpu=1.0):
     """A preset with other values, and with what follows from train_tokens or minutes. A model_dim alone keeps the width
     of the heads. Another depth makes the layers anew, and so does an odd number of heads where layers are paired."""
     config, gpus, recipe = presets[name]
@@ -402,10 +402,10 @@ def preset_config(name, values, world, presets, gpu=None):
     return with_length(with_knobs(config, **rewired), values, of_length, world, gpu)
 
 
-def with_length(base, values, of_length, world, gpu=None):
+def with_length(base, values, of_length, world, gpu=1.0):
     """The config `base` with other values, with at least a micro-batch for each rank, and with the length that the
     values ask for. What is set by hand stays; the steps suit it. of_length: function (tokens) -> the config of a run of
-    so many tokens. gpu: what the GPU can do, for --minutes (None: as much as an H100)."""
+    so many tokens. gpu: how many H100s a GPU is worth, for --minutes."""
     config = with_values(base, values)
     check_config(config)  # `of_length` computes with the values
     asked, knob = config.schedule, "minutes" if config.schedule.minutes else "train_tokens"
@@ -415,7 +415,8 @@ def with_length(base, values, of_length, world, gpu=None):
     if asked.minutes and config.system.device == "cpu":
         tokens = 60 * asked.minutes * world / CPU_SECONDS_PER_TOKEN
     elif asked.minutes:
-        tokens = 60 * asked.minutes / seconds(Size(config.model.model_dim, config.model.depth), 1, gpu or H100, world)
+        size = Size(config.model.model_dim, config.model.depth)
+        tokens = 60 * asked.minutes / seconds(size, 1, h100s(gpu, world))
     config = with_values(of_length(tokens), values) if tokens else config
     if 0 < config.system.micro_batches < world:
         config = with_knobs(config, micro_batches=world)

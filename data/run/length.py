@@ -26,14 +26,6 @@ class Size(NamedTuple):
         return {"model_dim": self.width, "depth": self.layers}
 
 
-class Gpu(NamedTuple):
-    """What a GPU can do; `measure_gpu` in data/run/machine.py measures it."""
-
-    products: float  # operations per second of a large matrix multiplication, in FP8 if the GPU has it
-    copies: float  # bytes per second, read and written
-
-
-H100 = Gpu(products=1490e12, copies=3010e9)
 # The sizes, and the seconds on one H100 up to which each learns most. records/2026-11-29_recipe has the fits of loss
 # and time from which these borders come: on six kinds of GPU, a choice by the fits gains .0007 of loss at most in the
 # mean.
@@ -122,8 +114,8 @@ def needed_tokens(config, world) -> float:
     """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
     less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s and the size is the best."""
     time = 60 * config.schedule.minutes
-    return 2.2 * (time / seconds(best_size(time * speed(H100, world)), 1, H100, world) if time
-                  else total_tokens(config.schedule))
+    speed = h100s(1.0, world)
+    return 2.2 * (time / seconds(best_size(time * speed), 1, speed) if time else total_tokens(config.schedule))
 
 
 def with_minutes(config, seconds):
@@ -138,15 +130,15 @@ def with_minutes(config, seconds):
     return dataclasses.replace(config, schedule=schedule)
 
 
-def speed(gpu, world=1) -> float:
-    """How many H100s `world` GPUs are worth, roughly."""
-    return (gpu.products / H100.products * gpu.copies / H100.copies) ** 0.5 * world**0.9
+def h100s(gpu, world) -> float:
+    """How many H100s `world` GPUs are worth, roughly, each of which is worth `gpu` of one (`measure_gpu`)."""
+    return gpu * world**0.9
 
 
-def seconds(size, tokens, gpu=H100, world=1) -> float:
-    """Estimate of the training time of so many tokens. A token takes the time of its products with the weights of the
-    layers, and that of the tables, head and optimizer."""
-    return tokens * (0.19 + 0.125e-6 * size.layers * size.width**2) * 1e-6 / speed(gpu, world)
+def seconds(size, tokens, speed=1.0) -> float:
+    """Estimate of the training time of so many tokens on `speed` H100s. A token takes the time of its products with the
+    weights of the layers, and that of the tables, head and optimizer."""
+    return tokens * (0.19 + 0.125e-6 * size.layers * size.width**2) * 1e-6 / speed
 
 
 def best_size(time=0.0, tokens=0.0) -> Size:

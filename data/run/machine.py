@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.run.config import check_config, config_from_dict, flatten, override, render, with_knobs
-from data.run.length import Gpu
 from data.run.program import UserError, one_line, user_error
 
 PATHS = "train_files", "val_files", "log_dir", "resume", "init_from"  # settings that may differ between machines
@@ -181,16 +180,17 @@ def ceilings():
     return limits | {"copy": 2 * source.nbytes / median_seconds(lambda: target.copy_(source))}
 
 
-def measure_gpu(fp8) -> Gpu:
-    """What the current GPU can do, in about a second, with 2.3 GiB of its memory. fp8: whether the MLPs are to train in
-    FP8, if the GPU has it. Raises UserError when the memory is not enough."""
+def measure_gpu(fp8) -> float:
+    """How many H100s the current GPU is worth, by its rates of products and of copies. Takes a second and 2.3 GiB of
+    its memory. fp8: whether the MLPs are to train in FP8, if the GPU has it. Raises UserError when the memory is not
+    enough."""
     try:
         limits = ceilings()
     except torch.OutOfMemoryError:
         raise UserError("too little free memory to measure this GPU; choose the size of the model, for example"
                         " --model_dim=384 --depth=4") from None
     torch.cuda.empty_cache()
-    return Gpu(fp8 and limits["fp8"] or limits["bf16"], limits["copy"])
+    return ((fp8 and limits["fp8"] or limits["bf16"]) / 1490e12 * limits["copy"] / 3010e9) ** 0.5
 
 
 def require_equal_ranks(rt, config, sources: dict):

@@ -16,7 +16,7 @@ import torch
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.length import (
-    BORDERS, best_size, seconds, speed, stage_starts, sum_over_steps, total_tokens)
+    BORDERS, best_size, h100s, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, existing_folder, is_writable, user_error, user_path
@@ -224,14 +224,13 @@ def fit_size(config, parse, world, gpu, device):
     out a size that does not fit its memory, but for the smallest. Several GPUs ignore the memory: they must agree, but
     may differ in what is free.
 
-    config: of any size, with the length; parse: function (Size, gpu) -> config."""
+    config: of any size, with the length; parse: function (Size, gpu) -> config; gpu: see `h100s`."""
     def fits(size):
         return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
-    tokens, time = total_tokens(config.schedule), 60 * config.schedule.minutes
-    best = best_size(time * speed(gpu, world), tokens)
+    tokens, time, speed = total_tokens(config.schedule), 60 * config.schedule.minutes, h100s(gpu, world)
+    best = best_size(time * speed, tokens)
     size = next(it for it in reversed(BORDERS) if it == [*BORDERS][0] or it <= best and (world > 1 or fits(it)))
-    time = time or seconds(size, tokens, gpu, world)
-    line = (f"size: {size} (channels x layers) for about {time:.3g} s of {speed(gpu, world):.2f} H100s"
-            f" ({gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s each)")
+    time = time or seconds(size, tokens, speed)
+    line = f"size: {size} (channels x layers) for about {time:.3g} s of {world} GPUs, together worth {speed:.2g} H100s"
     return parse(size, gpu), line + f"; {best} would be better, but does not fit the memory" * (size != best), time
