@@ -260,7 +260,6 @@ def _strided(x):
 # The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
 # in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
-# At 49152 tokens update_rows takes 534 µs (the library: 1416).
 # A table of n-grams (PR 360, devenpzak) has millions of rows, whose gradients would not fit the memory. So FewRows has
 # those of the rows that occurred. embedding_grad claims the next place for a row when it first occurs.
 
@@ -608,7 +607,6 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 # The forward pass saves lse - log gate in base 2, so that P' takes no further product. output_grad of section 3 makes
 # s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because they read the same
 # rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
-# With 6 heads of 128 and window 640, the passes take 185 and 524 µs (FlashAttention-2: 406 and 1041).
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 
 # Two or three programs share an SM, and one takes exponentials while another multiplies.
@@ -869,7 +867,7 @@ def document_of_tokens(cu_seqlens, N):
 #   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
-# Replaces a GEMM and about ten passes over q, k and v: with its gradient 990 µs (compiled PyTorch: 1520).
+# Replaces a GEMM and about ten passes over q, k and v.
 # Forward: one GEMM whose tiles are a head wide, or two narrow heads, so norm, rotation, offset and value embedding work
 # on the fp32 accumulator. q and k are the contiguous planes of one tensor (2, N + 1, H, w), as the view of paired
 # layers requires. Row N takes the half key that the offset moves past the end.
@@ -1593,8 +1591,7 @@ class Fp8Projections(WeightCodes):
 #
 # Each product is rounded to the dtype, then post and dpre once more, as in mlp_ref. The square and its derivative are
 # the epilogues of the products x W1ᵀ and g W2ᵀ; the library computes the other four. The forward pass keeps x and post:
-# for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)²
-# takes 394 µs (product and compiled pass: 523).
+# for p = relu(x W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16.
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
@@ -1989,7 +1986,7 @@ class Fp8Mlps(WeightCodes):
 # per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
-# One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
+# One launch, half of its programs for dq and half for dk, as in section 2.
 # Pointer with a sentinel: Merity et al., arXiv 1609.07843; as a head: NathanGodey, yoavartzi (PR 379).
 
 # The arguments of `pointer` that do not depend on the targets.
@@ -2601,8 +2598,7 @@ class HeadLoss(WeightCodes):
 # are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
 # scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product, without a copy of X.
 # Only the tiles on and below the diagonal are launched; a tile below it is stored twice, the second time transposed.
-# XTX reads tiles across and transposes them on chip. tests/lesson.py builds this kernel in four steps. For 40 matrices
-# of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
+# XTX reads tiles across and transposes them on chip. tests/lesson.py builds this kernel in four steps.
 # Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous
 # axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 
@@ -2763,7 +2759,6 @@ ba_plus_cAA = operation(
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
 #   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers of a step may be 0-D tensors.
 # Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums have a fixed order.
-# For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 
@@ -3630,7 +3625,7 @@ IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
 #   src (M, N), dst (N, M), any strides. The library walks over one side with a stride; this kernel transposes tiles on
-#   chip. A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
+#   chip.
 # ChrisJMcCormick used transposes on the tied head (PR 233); samacqua made their tiles larger (PR 240).
 
 TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64
