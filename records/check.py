@@ -19,9 +19,8 @@ from data.run.program import UserError
 
 
 def expected_time(config, world, models, gpu):
-    """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or by
-    the seconds per token of two cores (records/guide.md). models: {name of a preset: its model}; gpu: what the GPU can
-    do, if the size was chosen."""
+    """(a line about the expected training time, whether it could be estimated): by data/run/length.py. models: {name of
+    a preset: its model}; gpu: what the GPU can do, if the size was chosen."""
     schedule, model, on_cpu = config.schedule, config.model, find_device(config).type == "cpu"
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
@@ -29,7 +28,7 @@ def expected_time(config, world, models, gpu):
     size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")} if gpu else {}
     timed = [dataclasses.replace(x, **size, width_lr_power=model.width_lr_power,
                                  ngram_rows=model.ngram_rows if any(x.ngram_rows) else x.ngram_rows)
-             for name, x in models.items() if (name == "cpu") == on_cpu and x.pointer]  # the fit has no other models
+             for name, x in models.items() if (name == "cpu") == on_cpu and x.pointer]  # no other models were timed
     if model not in timed or config.system.kernels != "auto":
         return "not known for this model or these kernels", True
     if on_cpu:
