@@ -41,8 +41,8 @@ usage() {
 Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torch 2.11 or newer. It installs
         requirements.txt into an active virtualenv without torch. Otherwise it makes .venv here, once. With an NVIDIA
         driver older than 580 it installs the build of torch with CUDA 12.6, which runs with 525 and newer.
-GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run with
-        batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
+GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run of any
+        length (--minutes=5) within its memory; no GPU: --preset=cpu, 1 process.
 Data    cpu: Python's library sources, made in a second; all other presets: as much of FineWeb as the run reads (200 MB
         for 100 million tokens, at most 2 GB for a preset at its own length), downloaded once to data/fineweb10B. run.sh
         gets no data if you pass --train_files=... or a checkpoint (--resume=..., --init_from=...), which has the
