@@ -232,6 +232,6 @@ def fit_size(config, parse, world, gpu, device):
     best = best_size(time * speed(gpu, world), tokens)
     size = next(it for it in reversed(BORDERS) if it == [*BORDERS][0] or it <= best and (world > 1 or fits(it)))
     time = time or seconds(size, tokens, gpu, world)
-    line = (f"size: {size} (channels x layers) for about {time:.3g} s of {speed(gpu, world):.2f} H100s"
+    line = (f"size: {size} (channels x layers) for about {round(time, 1):g} s of {speed(gpu, world):.2f} H100s"
             f" ({gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s each)")
     return parse(size, gpu), line + f"; {best} would be better, but does not fit the memory" * (size != best), time
