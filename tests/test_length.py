@@ -11,6 +11,7 @@ import train_gpt as T
 from data.run.config import flatten, with_knobs
 from data.run.length import (
     CPU_SECONDS_PER_TOKEN, H100, Gpu, Size, needed_tokens, seconds, stage_starts, total_tokens, with_minutes)
+from data.run.program import UserError
 from records import compare, rerun
 from test_checkpoint import train
 from test_run import corpus, finish, start  # noqa: F401 (corpus is a fixture)
@@ -69,6 +70,7 @@ def test_recipe():
                 optim.adam_lr, optim.table_lr, optim.muon_wd, config.model.width_lr_power)
     assert numbers(27e6) == (32768, 800, 24, 0.75, 0.15, 0.98, 0.00875, 0.0104, 2.4, 0.5)
     assert numbers(340e6) == (131072, 2518, 76, 1.2184, 0.2437, 0.9224, 0.00714, 0.00849, 1.211, 0.0)
+    assert numbers(1e8)[-1] == 0.12
     assert T.PRESETS["single"].config == T.recipe(340e6) and T.recipe(340e6).schedule.train_tokens == 340_000_000
     assert batches(schedule("--preset=single", world=4)) == [196608] * 4  # GPUs count at the preset's own length, too
     # Nothing jumps at 27M tokens. Below, only batches differ, and what follows from them.
@@ -113,21 +115,17 @@ def test_minutes_on_a_slow_machine(preset, world):
 
 
 @pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("slower, size", [(1, Size(384, 4)), (1, Size(768, 11)), (9, Size(512, 6))])
+@pytest.mark.parametrize("slower, size", [(1, Size(384, 4)), (1, Size(768, 11)), (9, Size(512, 6)), (1, None)])
 def test_minutes_have_the_settings_of_as_many_tokens(world, slower, size):
-    """Of those that a size and a GPU take in that time, by the estimate; without a GPU by that of an H100."""
+    """Of those that a size and a GPU (by default an H100), or the preset for a CPU, takes in that time, roughly."""
     gpu = Gpu(H100.products / slower, H100.copies / slower)
-    words = "--preset=single", *(f"--{key}={value}" for key, value in size.knobs.items())
-    wanted = T.parse_config([*words, f"--train_tokens={120 / seconds(size, 1, gpu, world)}"], world)
+    knobs = {"preset": "single"} | size.knobs if size else {"preset": "cpu"}
+    words = [f"--{key}={value}" for key, value in knobs.items()]
+    tokens = 120 / (seconds(size, 1, gpu, world) if size else CPU_SECONDS_PER_TOKEN / world)
+    wanted = T.parse_config([*words, f"--train_tokens={tokens}"], world)
     found = T.parse_config([*words, "--minutes=2"], world, None if slower == 1 else gpu)
+    assert found.schedule.train_tokens == 0
     assert wanted == with_knobs(found, minutes=0.0, train_tokens=wanted.schedule.train_tokens)
-
-
-def test_minutes_of_a_cpu():
-    """Its batches are those of the preset's own length in the time that the preset is said to take."""
-    preset = T.PRESETS["cpu"].config.schedule
-    found = schedule("--preset=cpu", f"--minutes={total_tokens(preset) * CPU_SECONDS_PER_TOKEN / 60}")
-    assert (found.stages, found.scheduled_steps, found.train_tokens) == (preset.stages, preset.scheduled_steps, 0)
 
 
 def test_tokens_to_download():
@@ -153,13 +151,15 @@ def test_what_is_set_by_hand_stays():
 
 
 def test_a_micro_batch_has_a_multiple_of_16_tokens():
-    """Batches of the length grow for that, one by hand does not."""
+    """Batches of the length grow for that; one by hand is refused."""
     words = "--preset=single", "--train_tokens=1e8"
     assert batches(schedule(*words)) == [65536] * 4
-    s = schedule(*words, "--micro_batches=6", "--stage2.batch_tokens=9600")
-    assert batches(s) == [65568, 9600, 65568, 65568] and abs(total_tokens(s) - 1e8) <= 65568
+    s = schedule(*words, "--micro_batches=5")
+    assert batches(s) == [65600] * 4 and abs(total_tokens(s) - 1e8) <= 65600
     assert s.stages[0].lr_mul == schedule(*words).stages[0].lr_mul
-    assert batches(schedule("--preset=single", world=6)) == [262176] * 4  # one micro-batch for each rank
+    assert batches(schedule("--preset=single", world=5)) == [196640] * 4  # one micro-batch for each rank
+    with pytest.raises(UserError, match="^--stage2.batch_tokens=8192: must be a multiple of 16 . --micro_batches=5"):
+        schedule(*words, "--micro_batches=5", "--stage2.batch_tokens=8192")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 import train_gpt as T
 from data.run import machine
 from data.run.config import flatten, left_open, read_values, render
-from data.run.length import BORDERS, H100, Gpu, Size, best_size, seconds, speed
+from data.run.length import BORDERS, H100, Gpu, Size, best_size, seconds, speed, total_tokens
 from data.run.machine import Runtime
 from data.run.start import fit_size
 from data.run.state import KEYS, write_checkpoint
@@ -104,6 +104,8 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
     assert line == (f"size: {chosen} (channels x layers) for about 3600 s of {world**0.9:.2f} H100s (1490 TFLOP/s,"
                     " 3010 GB/s each)" + "; 768 x 11 would be better, but does not fit the memory" * (
                         world == 1 and chosen != SIZES[-1]))
+    config, _, time, _ = fitted("--train_tokens=1e9", world=world)
+    assert time == seconds(chosen, total_tokens(config.schedule), H100, world)
 
 
 @pytest.mark.parametrize("words, slow, world, size, time", [
