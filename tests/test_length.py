@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import train_gpt as T
-from data.run.config import with_knobs
-from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens, with_minutes
+from data.run.config import flatten, with_knobs
+from data.run.length import (
+    CPU_SECONDS_PER_TOKEN, Size, h100s, needed_tokens, seconds, stage_starts, total_tokens, with_minutes)
+from data.run.program import UserError
 from records import compare, rerun
 from test_checkpoint import train
 from test_run import corpus, finish, start  # noqa: F401 (corpus is a fixture)
@@ -32,23 +34,54 @@ def schedule(*args, world=1):
     return T.parse_config(args, world).schedule
 
 
-@pytest.mark.parametrize("preset, world", [("record", 8), ("record", 1), ("record", 16), ("short", 1), ("cpu", 1)])
+def batches(schedule):
+    return [stage.batch_tokens for stage in schedule.stages]
+
+
+@pytest.mark.parametrize("preset, world", [("record", 8), ("record", 1), ("record", 16), ("single", 1), ("single", 8),
+                                           ("cpu", 1)])
 def test_rule(preset, world):
-    """As many tokens as an even number of steps allows. Batches and rates grow with the root of the tokens."""
-    args = f"--preset={preset}", f"--micro_batches={world}"
-    found = [schedule(*args, f"--train_tokens={tokens}", world=world) for tokens in TOKENS]
-    for tokens, s in zip(TOKENS, found):
-        assert abs(total_tokens(s) - tokens) <= 1.5 * max(stage.batch_tokens for stage in s.stages)
+    """As many tokens as an even number of steps allows. The batch is the 2 ** k or 3 * 2 ** k next to what a root of
+    tokens * GPUs ** .8 makes of the preset's; the rates grow with batch ** .35."""
+    args, own = (f"--preset={preset}", f"--micro_batches={world}"), T.PRESETS[preset]
+    for tokens in TOKENS:
+        s, known = schedule(*args, f"--train_tokens={tokens}", world=world), own.config.schedule
+        if preset == "single":  # the recipe begins with its batches of 27M tokens
+            known = T.recipe(27e6).schedule
+        assert abs(total_tokens(s) - tokens) <= 1.5 * max(batches(s))
         assert s.train_tokens == total_tokens(s) and (s.scheduled_steps + s.extension_steps) % 2 == 0
-    for shorter, longer in zip(found, found[1:]):
-        for a, b in zip(shorter.stages, longer.stages):
-            assert a.batch_tokens <= b.batch_tokens and a.lr_mul <= b.lr_mul
-            assert b.lr_mul / a.lr_mul == pytest.approx((b.batch_tokens / a.batch_tokens) ** 0.35, rel=1e-3)
-        assert longer.lr_floor / shorter.lr_floor == pytest.approx(b.lr_mul / a.lr_mul, rel=5e-3)
-    assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
+        growth = (tokens / total_tokens(known) * (world / own.gpus) ** 0.8) ** 0.5
+        for new, old in zip(s.stages, known.stages):
+            assert 1.5**-0.5 <= new.batch_tokens / old.batch_tokens / growth * 1.00001 and new.batch_tokens % 16 == 0
+            assert new.batch_tokens / old.batch_tokens / growth <= 1.5**0.5 * 1.00001
+            assert new.batch_tokens // (new.batch_tokens & -new.batch_tokens) in (1, 3)
+            factor = (new.batch_tokens / old.batch_tokens) ** 0.35
+            assert new.lr_mul == pytest.approx(old.lr_mul * factor, abs=6e-5)
+        assert s.lr_floor == pytest.approx(known.lr_floor * factor, abs=6e-5)
 
 
-@pytest.mark.parametrize("preset, world", [("record74", 8), ("record", 8), ("short", 1), ("cpu", 1)])
+def test_recipe():
+    """Known numbers of two lengths, and what falls as runs get longer."""
+    def numbers(tokens, gpus=1):
+        config = T.recipe(tokens, gpus)
+        s, optim = config.schedule, config.optim
+        assert optim.adam_every == 1 and config.model.layers == T.LAYERS and T.LAYERS[-1].mix  # at every length
+        return (batches(s)[0], s.scheduled_steps, s.extension_steps, s.stages[0].lr_mul, s.lr_floor, optim.table_beta2,
+                optim.adam_lr, optim.table_lr, optim.muon_wd, config.model.width_lr_power)
+    assert numbers(27e6) == (32768, 800, 24, 0.75, 0.15, 0.98, 0.00875, 0.0104, 2.4, 0.5)
+    assert numbers(340e6) == (131072, 2518, 76, 1.2184, 0.2437, 0.9224, 0.00714, 0.00849, 1.211, 0.0)
+    assert numbers(1e8)[-1] == 0.12
+    assert T.PRESETS["single"].config == T.recipe(340e6) and T.recipe(340e6).schedule.train_tokens == 340_000_000
+    assert batches(schedule("--preset=single", world=4)) == [196608] * 4  # GPUs count at the preset's own length, too
+    # Nothing jumps at 27M tokens. Below, only batches differ, and what follows from them.
+    assert numbers(26.9e6)[3:] == numbers(27e6)[3:] == pytest.approx(numbers(27.1e6)[3:], rel=3e-3)
+    assert numbers(1e6)[6:] == numbers(1e6, 8)[6:] == numbers(27e6)[6:]
+    for shorter, longer in zip(TOKENS, TOKENS[1:]):
+        (*old, a), (*new, b) = numbers(shorter)[6:], numbers(longer)[6:]
+        assert a - 0.05 < b <= a and all(0.95 * x < y <= x for x, y in zip(old, new))
+
+
+@pytest.mark.parametrize("preset, world", [("record74", 8), ("record", 8), ("single", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset].config
     tokens = total_tokens(config.schedule)
@@ -61,7 +94,7 @@ def test_own_length_changes_nothing(preset, world):
     assert dataclasses.replace(fitted, schedule=dataclasses.replace(fitted.schedule, **own)) == config
 
 
-@pytest.mark.parametrize("preset, world", [("record74", 1), ("record", 8), ("short", 1)])
+@pytest.mark.parametrize("preset, world", [("record74", 1), ("record", 8), ("single", 1)])
 def test_minutes_on_a_slow_machine(preset, world):
     """Muon's momentum rises and falls over the same parts of the run, however few steps the measured time allows."""
     args = f"--preset={preset}", "--micro_batches=8"
@@ -73,61 +106,59 @@ def test_minutes_on_a_slow_machine(preset, world):
         return peak, momenta[-1], momenta.index(peak) / total, 1 - momenta[::-1].index(peak) / total
     def slow(*more):  # 6.3 times slower than the machine of the estimate
         config = T.parse_config([*args, "--minutes=5", *more], world)
-        per_token = 6.3 * SECONDS_PER_TOKEN["cuda"] / world
-        return with_minutes(config, [stage.batch_tokens * per_token for stage in config.schedule.stages])
+        per_token = 6.3 * seconds(Size(768, 11), 1, h100s(1.0, world))
+        return with_minutes(config, [batch * per_token for batch in batches(config.schedule)])
     assert slow().schedule.scheduled_steps < 800
     assert course(slow()) == pytest.approx(course(T.parse_config([*args, "--train_tokens=0"], world)), abs=2e-3)
     by_hand = slow("--muon_warmup=100", "--muon_cooldown=9").schedule
     assert (by_hand.muon_warmup, by_hand.muon_cooldown) == (100, 9)
 
 
-def test_more_gpus_take_larger_batches():
-    batches = [schedule("--preset=short", f"--micro_batches={world}", "--train_tokens=27e6", world=world).stages[0]
-               .batch_tokens for world in (1, 2, 4, 8)]
-    assert batches == [32768, 49152, 65536, 65536]
-    assert schedule("--train_tokens=396e6", world=8).stages == T.RECORD74.schedule.stages
-    s = schedule("--preset=record", "--train_tokens=396e6")  # on one GPU
-    assert s.stages[0].batch_tokens == 65536
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("slower, size", [(1, Size(384, 4)), (1, Size(768, 11)), (9, Size(512, 6)), (1, None)])
+def test_minutes_have_the_settings_of_as_many_tokens(world, slower, size):
+    """Of those that a size and a GPU (by default an H100), or the preset for a CPU, takes in that time, roughly."""
+    knobs = {"preset": "single"} | size.knobs if size else {"preset": "cpu"}
+    words = [f"--{key}={value}" for key, value in knobs.items()]
+    tokens = 120 / (seconds(size, 1, h100s(1 / slower, world)) if size else CPU_SECONDS_PER_TOKEN / world)
+    wanted = T.parse_config([*words, f"--train_tokens={tokens}"], world)
+    found = T.parse_config([*words, "--minutes=2"], world, 1 / slower)
+    assert found.schedule.train_tokens == 0
+    assert wanted == with_knobs(found, minutes=0.0, train_tokens=wanted.schedule.train_tokens)
 
 
-def test_single_is_a_longer_short():
-    """The preset for the whole run on one GPU follows from the short one by the rule, but for seven settings."""
-    own = ("--adam_lr=0.0085", "--adam_every=2", "--muon_beta2=0.95", "--muon_wd=1.2", "--cooldown_frac=0.8",
-           "--width_lr_power=0", "--layer10.mix=false")
-    for world, more in (1, []), (2, ["--train_tokens=1e8"]), (1, ["--minutes=3"]):
-        single = T.parse_config(["--preset=single", *more], world)
-        assert single == T.parse_config(["--preset=short", *own, *(more or ["--train_tokens=340e6"])], world)
-    s = schedule("--preset=single")
-    assert s.stages[0].batch_tokens == 131072 and (s.scheduled_steps, s.extension_steps) == (2518, 76)
-    assert s.lr_floor == 0.2437  # as large a part of lr_mul, 1.2184, as .15 of .75
-    assert T.parse_config(["--preset=short", "--train_tokens=340e6", "--table_beta2=0.9"]).optim.table_beta2 == 0.9
-    by_hand = [f"--stage{i}.batch_tokens=65536" for i in range(1, 5)]
-    assert T.parse_config(["--preset=short", "--train_tokens=340e6", *by_hand]).optim.table_beta2 == round(0.98**2, 4)
+def test_tokens_to_download():
+    """More than twice those of the run; with --minutes those of the best size on as many H100s."""
+    for args, world, tokens in (
+            (["--preset=single"], 1, 340e6), (["--preset=single", "--minutes=1"], 1, 60 / seconds(Size(512, 6), 1)),
+            (["--minutes=1"], 4, 60 / seconds(Size(640, 8), 1, 4**0.9))):
+        assert needed_tokens(T.parse_config(args, world), world) == pytest.approx(2.2 * tokens, rel=1e-4)
 
 
-def test_a_run_of_many_steps_updates_the_head_in_every_second_step():
-    steps = {}
-    for length in 2e7, 5.89e7, 5.91e7, 3.4e8:
-        config = T.parse_config(["--preset=short", f"--train_tokens={length}"])
-        steps[stage_starts(config.schedule)[-1]] = config.optim.adam_every
-        by_hand = T.parse_config(["--preset=short", f"--train_tokens={length}", "--adam_every=1"])
-        assert by_hand.optim.adam_every == 1 and by_hand.schedule == config.schedule
-    assert steps == {814: 1, 1198: 1, 1202: 2, 2594: 2}
-    assert T.parse_config(["--preset=short", "--scheduled_steps=3000"]).optim.adam_every == 1  # a schedule by hand
-    for minutes, every in (3, 1), (9, 2):  # of `cpu`, which has 1760 steps
-        assert T.parse_config(["--preset=cpu", f"--minutes={minutes}"]).optim.adam_every == every
-
-
-def test_pieces_set_by_hand_stay():
-    s = schedule("--preset=short", "--train_tokens=50e6", "--stage2.batch_tokens=8192", "--stage3.lr_mul=0.123456",
-                 "--extension_steps=6")
-    assert [stage.batch_tokens for stage in s.stages] == [49152, 8192, 49152, 49152]
-    assert s.stages[1].lr_mul == 0.75 and s.stages[2].lr_mul == 0.123456 and s.extension_steps == 6
-    assert abs(total_tokens(s) - 50e6) < 65536
-    for knob, floor in {"lr_floor=0": 0, "stage4.lr_mul=0.75": 0.2437, "stage4.batch_tokens=65536": 0.15}.items():
-        assert schedule("--preset=short", "--train_tokens=340e6", f"--{knob}").lr_floor == floor
-    s = schedule("--preset=short", "--train_tokens=50e6", "--scheduled_steps=300")
+def test_what_is_set_by_hand_stays():
+    """And changes nothing else but the steps, which take the tokens with the batches by hand."""
+    words = "--preset=single", "--train_tokens=50e6"
+    by_hand = {"stage2.batch_tokens": 8192, "stage3.lr_mul": 0.123456, "lr_floor": 0.0, "extension_steps": 6,
+               "adam_lr": 0.01, "table_lr": 0.02, "muon_wd": 1.0, "table_beta2": 0.9, "width_lr_power": 0.25}
+    free = T.parse_config(words)
+    found = T.parse_config([*words, *(f"--{key}={value}" for key, value in by_hand.items())])
+    differing = {key: value for key, value in flatten(found).items() if flatten(free)[key] != value}
+    assert differing == by_hand | {key: getattr(found.schedule, key) for key in ("scheduled_steps", "train_tokens")}
+    assert abs(total_tokens(found.schedule) - 50e6) < 65536 and batches(free.schedule) == [49152] * 4
+    s = schedule(*words, "--scheduled_steps=300")
     assert s.scheduled_steps == 300 and s.train_tokens == total_tokens(s)  # which the log shows
+
+
+def test_a_micro_batch_has_a_multiple_of_16_tokens():
+    """Batches of the length grow for that; one by hand is refused."""
+    words = "--preset=single", "--train_tokens=1e8"
+    assert batches(schedule(*words)) == [65536] * 4
+    s = schedule(*words, "--micro_batches=5")
+    assert batches(s) == [65600] * 4 and abs(total_tokens(s) - 1e8) <= 65600
+    assert s.stages[0].lr_mul == schedule(*words).stages[0].lr_mul
+    assert batches(schedule("--preset=single", world=5)) == [196640] * 4  # one micro-batch for each rank
+    with pytest.raises(UserError, match="^--stage2.batch_tokens=8192: must be a multiple of 16 . --micro_batches=5"):
+        schedule(*words, "--micro_batches=5", "--stage2.batch_tokens=8192")
 
 
 @pytest.fixture
@@ -155,7 +186,7 @@ def test_minutes(free, tmp_path, ranks):
     assert run.finished, run.problem
     if ranks == 1:  # the timed steps leave no trace, and a resumed run goes on to the same end
         knobs = [f"--{key}={value}" for key, value in run.facts.items()
-                 if re.fullmatch(r"stage\d.(batch_tokens|lr_mul)|muon_(warmup|cooldown)", key)]
+                 if re.fullmatch(r"stage\d.(batch_tokens|lr_mul)|muon_(warmup|cooldown)|lr_floor|table_beta2", key)]
         plain = train(free, tmp_path / "plain", *knobs, *(f"--{pair}" for pair in length), "--save_every=20")
         assert run.losses == {int(step): float(loss) for step, loss in plain.val.items()}
         (first,) = tmp_path.glob("*/state_step000020.pt")

@@ -407,7 +407,7 @@ def with_length(base, values, of_length, world, gpu=1.0):
     values ask for. What is set by hand stays; the steps suit it. of_length: function (tokens) -> the config of a run of
     so many tokens. gpu: how many H100s a GPU is worth, for --minutes."""
     config = with_values(base, values)
-    check_config(config)  # `of_length` computes with the values
+    check_config(config)  # the steps are computed with the values
     asked, knob = config.schedule, "minutes" if config.schedule.minutes else "train_tokens"
     if asked.minutes and values.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")

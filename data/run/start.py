@@ -232,5 +232,5 @@ def fit_size(config, parse, world, gpu, device):
     best = best_size(time * speed, tokens)
     size = next(it for it in reversed(BORDERS) if it == [*BORDERS][0] or it <= best and (world > 1 or fits(it)))
     time = time or seconds(size, tokens, speed)
-    line = f"size: {size} (channels x layers) for about {time:.3g} s of {world} GPUs, together worth {speed:.2g} H100s"
+    line = f"size: {size} (channels x layers) for about {round(time, 1):g} s; the GPUs are worth {speed:.2f} H100s"
     return parse(size, gpu), line + f"; {best} would be better, but does not fit the memory" * (size != best), time
