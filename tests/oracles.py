@@ -561,7 +561,7 @@ class OracleOptimizer:
         self.tied = True
 
     @torch.no_grad()
-    def step(self, grads, step, s, mu, split_step, slow=None, every=2):
+    def step(self, grads, step, s, mu, split_step, slow=None, every=2, table_lr=ADAM_LR):
         """At learning-rate factor s and momentum mu; slow: see `normuon_step`; every: steps per Adam update."""
         assert split_step % 2 == 1
         for label in self.banks:
@@ -579,10 +579,10 @@ class OracleOptimizer:
         for label in updated:
             beta1, beta2, lr_mul, wd_mul = ADAM_TABLE[label]
             if every == 1 and label not in tables:
-                lr_mul *= 2**-0.25
                 beta2 **= 0.5 if label in ("lm_head", "embed") else 1
             if not (label == "embed" and self.tied):
-                adam_step(self.states[label], self.sums[label], ADAM_LR * s * lr_mul, beta1, beta2, wd_mul)
+                rate = table_lr if label in tables else ADAM_LR
+                adam_step(self.states[label], self.sums[label], rate * s * lr_mul, beta1, beta2, wd_mul)
             self.sums[label].zero_()
         if self.tied and updated:
             self.params["embed"].copy_(self.params["lm_head"].T)

@@ -376,7 +376,7 @@ def test_bank_must_not_be_quantised_before_backward(device):
 
 def test_bytes_of_the_codes():
     """The estimate of the memory knows them, for MLPs and for projections."""
-    config = T.parse_config(["--preset=short", "--device=cpu", "--vocab_size=120", "--model_dim=96",
+    config = T.parse_config(["--preset=single", "--device=cpu", "--vocab_size=120", "--model_dim=96",
                              "--bigram_tables=1", "--bigram_normal=false"])
     model = T.GPT(config.model, None, torch.bfloat16, torch.device("cpu"))
     mlps = tk.Fp8Mlps(model.mlp_bank, 1.0)

@@ -303,7 +303,7 @@ globals()["log"] = log"""
     assert done.status == 0 and done.runs == ["record74.1", "ours.1", "record74.2", "ours.2"]
     words = ["--log_dir=logs", "--minutes=1", "--val_every=.05"]
     assert [call["plan"] for call in done.calls[:2]] == [
-        [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "short")]
+        [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "single")]
     assert [line.replace("|", "").split() for line in done.out.splitlines()[2:4]] == [
         [seed, "8.0", "4.2500", "8.0", loss, "4.2500", "8.0", "3.0", "0.375"]
         for seed, loss in (("1", "2.9000"), ("2", "2.8000"))]

@@ -202,7 +202,7 @@ def test_nproc_and_threads(machine, variables, procs, preset, threads):
 
 @pytest.mark.parametrize("arguments, variables, error", [
     ("", {"OLD_PYTHON": "yes"}, said("no Python 3.10 or newer on PATH; install one and start again")),
-    ("--preset=short --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
+    ("--preset=single --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
 def test_an_error_costs_no_download(machine, arguments, variables, error):
     assert machine.run(*arguments.split(), status=1, **variables) == [] and machine.err == error
 
@@ -342,7 +342,7 @@ def test_rerun_and_help(machine):
     for argv in ["--rerun", "logs/my log.txt", "--x=1"], ["--rerun=logs/my log.txt", "--x=1"]:
         assert machine.run(*argv, SMI_GPUS="1") == ["system/python3|records/rerun.py|logs/my log.txt|--x=1"]
     machine.site("system", "2.11.0", ["numpy"])  # nothing is installed, made or downloaded for the help of a preset
-    for argv in ["--preset=short", "--help"], ["-h", "--preset=cpu"]:
+    for argv in ["--preset=single", "--help"], ["-h", "--preset=cpu"]:
         assert machine.run(*argv, **gpus(8)) == ["system/python3|train_gpt.py|" + "|".join(argv)]
     for argv in "--help", "data --help", "--repeat 2 --label a --help", "--x=1 --help":
         machine.site("system", None)
