@@ -385,7 +385,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 
-@pytest.mark.parametrize("args", [["--preset=single"], ["--preset=short", "--train_tokens=5e7", "--muon_lr=0.02"]])
+@pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--train_tokens=5e7", "--muon_lr=0.02"]])
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""

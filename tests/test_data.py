@@ -569,7 +569,7 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
     """An eighth of the longest shard, or 2048 tokens; tokens that the loader cuts off do not count."""
     write_shard(tmp_path / "train_0.bin", np.resize([SEP, *[3] * 9], 2000))
     write_shard(tmp_path / "train_1.bin", np.append(np.resize([SEP, *[3] * 9], tokens), [3] * 2000))
-    schedule = T.PRESETS["single"].config.schedule
+    schedule = T.recipe(27e6).schedule
     config = T.Config(model=MODEL, schedule=schedule, data=T.Data(train_files=f"{tmp_path}/train_*.bin"))
     assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 

@@ -162,7 +162,7 @@ def test_two_gpus(corpus, tmp_path, name, args):
     losses = []
     for ranks, graphs in (1, "true"), (2, "false"), (2, "true"):
         launcher = ["-m", "data.run.launch", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [sys.executable, *launcher, "train_gpt.py", *GUARD, *CURVES[name], *GPU, *args, *corpus,
+        command = [sys.executable, *launcher, "train_gpt.py", f"--preset={name}", *GUARD, *GPU, *args, *corpus,
                    f"--cuda_graphs={graphs}", f"--log_dir={tmp_path}", "--val_every=0"]
         run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=200)
         assert run.returncode == 0, run.stderr

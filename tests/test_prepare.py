@@ -313,8 +313,8 @@ def test_tokenizers(tiny, corpus, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("texts, length, chosen", [
-    (500, 1000, "--preset=short --train_tokens="),  # a shard fills a row of the largest batch: the GPU chooses
-    (100, 50, "--preset=short '--train_files=")])  # less than the shortest run
+    (500, 1000, "--preset=single --train_tokens=380000 "),  # a shard fills a row of the largest batch: the GPU chooses
+    (100, 50, "--preset=single --train_tokens=27e6 ")])  # less than the shortest run
 def test_the_command_for_large_and_small_texts(data, monkeypatch, capsys, texts, length, chosen):
     gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [int(text)] * length)
     monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get))
