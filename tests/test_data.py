@@ -276,17 +276,15 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1
 
 
-def test_corpus_too_small_for_a_row(tmp_path):
-    """Each shard has one token less than a micro-batch takes."""
+def test_shards_are_used_to_their_last_token(tmp_path):
+    """Each shard has one token less than a micro-batch takes; the last micro-batch of a step is the whole last document
+    of the shard."""
     corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * 3, [(32, 100)])
     with pytest.raises(UserError, match="no training shard fills a row"):
         corpus.loader().next_batch()
-
-
-def test_shards_are_used_to_their_last_token(tmp_path):
-    """The last micro-batch of a step is the whole last document of the shard."""
     shard = np.array([token for first in range(8) for token in document(17, first)], np.uint16)
-    corpus = Corpus(tmp_path, [shard], [(16, 100)] * 3)
+    (tmp_path / "last").mkdir()
+    corpus = Corpus(tmp_path / "last", [shard], [(16, 100)] * 3)
     assert corpus.expected()[7][0].tolist() == [SEP, *range(7, 22)]
     corpus.assert_served()
 

@@ -192,18 +192,6 @@ def polar_coefficient(monkeypatch):
     monkeypatch.setitem(kernels.POLAR_EXPRESS, 5, coefficients)
 
 
-def value_rate(monkeypatch):
-    table = T.param_table
-    monkeypatch.setattr(T, "param_table", lambda model: tuple(
-        row._replace(lr_mul=70.0) if row.label == "value_embeds" else row for row in table(model)))
-
-
-def embedding_from_zero(monkeypatch):
-    """At the split the embedding does not inherit the head's state."""
-    plan = T.make_plan
-    monkeypatch.setattr(T, "make_plan", lambda *args: plan(*args)._replace(split=False))
-
-
 BREAKS = {
     "softcap 22.9": lambda monkeypatch: monkeypatch.setattr(kernels, "CAP", 22.9),
     "window short by one": attention(7, lambda window: window - 1),
@@ -211,8 +199,12 @@ BREAKS = {
     "phases of paired heads": swapped_phases,
     "K6 not rounded": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self),
     "Polar Express, one coefficient": polar_coefficient,
-    "rate of the value tables": value_rate,
-    "state at the split": embedding_from_zero}
+    "rate of the value tables": lambda monkeypatch: monkeypatch.setattr(
+        T, "param_table", lambda model, table=T.param_table: tuple(
+            row._replace(lr_mul=70.0) if row.label == "value_embeds" else row for row in table(model))),
+    # The embedding does not inherit the head's state.
+    "state at the split": lambda monkeypatch: monkeypatch.setattr(
+        T, "make_plan", lambda *args, plan=T.make_plan: plan(*args)._replace(split=False))}
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -384,16 +376,8 @@ def main(argv):
             if write:
                 curves[name]["losses"] = losses
     if write:
-        STORED.write_text(as_text(curves))
-
-
-def as_text(curves):
-    """JSON with one line for each list."""
-    rows = []
-    for name, curve in curves.items():
-        lists = [f'  "{key}": {json.dumps(row)}' for key, row in curve.items()]
-        rows.append(f' "{name}": ' + "{\n" + ",\n".join(lists) + "\n }")
-    return "{\n" + ",\n".join(rows) + "\n}\n"
+        STORED.write_text(re.sub(r"\n {3}(?=\S)|\n {2}(?=])", " ", json.dumps(curves, indent=1))
+                          .replace("[ ", "[").replace(" ]", "]") + "\n")  # one line for each list
 
 
 if __name__ == "__main__":
