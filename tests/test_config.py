@@ -304,9 +304,6 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
     assert config.optim.adam_lr == deep.optim.adam_lr < T.recipe(5e7).optim.adam_lr
     assert mine("--depth=6")[0].model.layers == T.wire(6)
     assert T.main(["--preset=mine", "--help"]) == 0 and "\n  --depth=16 " in capsys.readouterr().out
-    odd = edited(edited(T.parse_config(["--preset=single", "--model_dim=384"]), "backout_layer", 6), "seed", 3)
-    enter(odd)
-    assert mine()[0] == odd
     by_hand = lambda *length: edited(T.recipe(*length), "layer3.xsa", False)  # these layers are of no other depth
     enter(by_hand(), recipe=by_hand)
     for args in [], ["--depth=11"], ["--train_tokens=5e7"]:

@@ -332,16 +332,16 @@ def limited(log, *args):
 T.write_header = limited"""
 
 
-def test_ranks_with_other_settings_or_code(corpus, tmp_path):
+def test_ranks_with_other_settings_code_or_shards(corpus, tmp_path):
     """As from a second machine. Paths may differ. A prompt may have bytes that are no UTF-8."""
     hook = """sys.argv[-1] += os.environ["RANK"]
 if os.environ["RANK"] == "1":
-    sys.argv += ["--muon_lr=0.01", "--layer0.dynamic=true"]
+    sys.argv += ["--muon_lr=0.01", "--layer0.dynamic=true", "--train_files=FOLDER/train_1.bin"]
     sources = T.loaded_sources
     T.loaded_sources = lambda: {name: text + "#" * (name == "data/loader.py") for name, text in sources().items()
-                                if name != "data/facts.py"}"""
+                                if name != "data/facts.py"}""".replace("FOLDER", str(corpus.folder))
     _, err, status = finish(start(corpus, "--sample_prompt=\udce9", f"--log_dir={tmp_path}/", ranks=2, hook=hook))
-    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/facts.py, data/loader.py: start all")
+    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/facts.py, data/loader.py, train_shards: ")
     assert status == 1
 
 
