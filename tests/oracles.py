@@ -19,18 +19,10 @@ GATE = 12  # channels that a gate reads
 # One row per layer: (number among the layers with attention, window, paired, key offset,
 #  (value table, gate channels of x, gate channels of ve))
 LAYERS = [
-    (0, "S", True, False, None),
-    (1, "S", False, False, (0, 6, 6)),
-    (2, "S", True, False, (1, 12, 0)),
-    (3, "L", False, True, None),
-    (4, "S", False, False, None),
-    (5, "S", True, False, None),
-    (None, None, False, False, None),
-    (6, "S", False, False, None),
-    (7, "S", False, False, (2, 6, 6)),
-    (8, "S", True, False, (3, 12, 0)),
-    (9, "L", False, True, (4, 6, 6)),
-]
+    (0, "S", True, False, None), (1, "S", False, False, (0, 6, 6)), (2, "S", True, False, (1, 12, 0)),
+    (3, "L", False, True, None), (4, "S", False, False, None), (5, "S", True, False, None),
+    (None, None, False, False, None), (6, "S", False, False, None), (7, "S", False, False, (2, 6, 6)),
+    (8, "S", True, False, (3, 12, 0)), (9, "L", False, True, (4, 6, 6))]
 
 
 def layers_without_attention(removed):
@@ -138,8 +130,7 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     bank = params["qk_bank" if narrow is None else "narrow_qk_bank"][row if number is None else number]
     sa = params["sa_lambdas"][i]
 
-    q, k = (rms((x @ (sa[0] * bank[part].reshape(-1, D)).T).reshape(N, H, -1))
-            for part in (0, 1))
+    q, k = (rms((x @ (sa[0] * bank[part].reshape(-1, D)).T).reshape(N, H, -1)) for part in (0, 1))
     v = (x @ (sa[0] * params["vo_bank"][row, 0]).T).reshape(N, H, d)
     if narrow is not None:
         freqs, attn_scale = narrow
@@ -456,8 +447,7 @@ POLAR = [
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-]
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
 
 # label: (beta1, beta2, lr_mul, wd_mul)
 ADAM_TABLE = {label: row for labels, row in {
@@ -561,7 +551,7 @@ class OracleOptimizer:
         self.tied = True
 
     @torch.no_grad()
-    def step(self, grads, step, s, mu, split_step, slow=None, every=2):
+    def step(self, grads, step, s, mu, split_step, slow=None, every=2, table_lr=ADAM_LR):
         """At learning-rate factor s and momentum mu; slow: see `normuon_step`; every: steps per Adam update."""
         assert split_step % 2 == 1
         for label in self.banks:
@@ -579,10 +569,10 @@ class OracleOptimizer:
         for label in updated:
             beta1, beta2, lr_mul, wd_mul = ADAM_TABLE[label]
             if every == 1 and label not in tables:
-                lr_mul *= 2**-0.25
                 beta2 **= 0.5 if label in ("lm_head", "embed") else 1
             if not (label == "embed" and self.tied):
-                adam_step(self.states[label], self.sums[label], ADAM_LR * s * lr_mul, beta1, beta2, wd_mul)
+                rate = table_lr if label in tables else ADAM_LR
+                adam_step(self.states[label], self.sums[label], rate * s * lr_mul, beta1, beta2, wd_mul)
             self.sums[label].zero_()
         if self.tied and updated:
             self.params["embed"].copy_(self.params["lm_head"].T)

@@ -2,7 +2,7 @@
 and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
-    python tests/test_arch.py ahead FOLDER --preset=short    print the kernels that a start forgets to compile; writes
+    python tests/test_arch.py ahead FOLDER --preset=single    print the kernels that a start forgets to compile; writes
                                     shards
     python tests/test_arch.py variants FOLDER --preset=record    print how often a micro-step launches each kernel, and
                                     how many compiled variants of it; writes shards
@@ -175,15 +175,14 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
 
 
 @pytest.mark.parametrize("sizes", [
-    "--preset=short --model_dim=256 --num_heads=2 --depth=6", "--preset=short --model_dim=384 --num_heads=3 --depth=4",
-    "--preset=short --model_dim=192 --num_heads=3 --depth=3",
-    "--preset=record74 --ngram_rows=0 --model_dim=256 --num_heads=2"])
+    "--preset=single --model_dim=256 --depth=6", "--preset=single --model_dim=384 --depth=4",
+    "--preset=single --model_dim=192 --num_heads=3 --depth=3", "--preset=record74 --ngram_rows=0 --model_dim=256"])
 def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
     assert printed(start_program("ahead", tmp_path, *sizes.split())) == []
 
 
-@pytest.mark.parametrize("preset", ["short", "record", "record74"])
+@pytest.mark.parametrize("preset", ["single", "record", "record74"])
 def test_variants_of_the_sums(tmp_path, preset):
     """A cold start compiles each variant: the sums of streams of a whole micro-step share a few."""
     lines = printed(start_program("variants", tmp_path, f"--preset={preset}"))

@@ -12,8 +12,9 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.config import FIRST, check_config, config_from_dict, flatten, left_open, parse_value, read_values, render
-from data.run.length import momentum_steps, stage_starts
+from data.run.config import (
+    FIRST, check_config, config_from_dict, flatten, left_open, parse_value, read_values, render, with_knobs)
+from data.run.length import momentum_steps, scaled, stage_starts, total_tokens
 from data.run.program import UserError
 from data.run.warmup import steps_with_new_keys
 
@@ -79,6 +80,11 @@ def test_config_from_dict():
     assert config_from_dict(T.Config(), tree).system.keep == 10**9
     tree["optim"]["average_blend"] = 0.5,  # as checkpoints before commit 1675c36 have it
     assert config_from_dict(T.Config(), tree).optim.average_blend == 0.5
+    kept = tree["optim"].keys() - {"adam_every", "table_lr"}  # before there was a table_lr
+    old = {key: tree["optim"][key] for key in kept} | {"adam_lr": 0.01}
+    for every, rate in ({"adam_every": 1}, 0.01 / 2**0.25), ({"adam_every": 2}, 0.01), ({}, 0.01):
+        optim = config_from_dict(T.Config(), tree | {"optim": old | every}).optim
+        assert (optim.adam_lr, optim.table_lr) == pytest.approx((rate, 0.01), rel=1e-12)
     tree["optim"]["average_blend"] = 0.5, 1.0
     with pytest.raises(UserError, match="--average_blend=0.5,1.0: expected float"):
         config_from_dict(T.Config(), tree)
@@ -111,7 +117,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,x": "--muon_momentum=0.9,x: expected comma-separated numbers",
     "--fp8=yes": "expected true or false, for example --fp8=True",
-    "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
+    "--preset=h100": "preset=h100.*record74, record, single, cpu",
+    "--preset=short": "^--preset=short: that run is --preset=single --train_tokens=27e6 now$",
     # values that would crash later; test_every_number_has_bounds has the bounds of all
     "--ngram_rows=1": "--ngram_rows=1.0: up to 7 whole numbers, each 0 or at least 2",
     "--ngram_rows=9,9,9,9,9,9,9,9": "--ngram_rows=9.0,9.0,9.0,9.0,9.0,9.0,9.0,9.0: up to 7 whole numbers",
@@ -165,16 +172,16 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
     "--micro_batches=3": "--stage1.batch_tokens=131072: must be a multiple of 16 . --micro_batches=3",
     # lengths; values are checked before a length is fitted, and what the length makes of them afterwards
-    "--preset=short --train_tokens=2e7 --stages=2 --stage1.share=0": "^shares of the stages: 0.0, 0.0; the sha",
-    "--preset=short --train_tokens=2e7 --extension_steps=1000001": "^--extension_steps=1000001: must be from 0 to",
-    "--preset=short --train_tokens=100 --scheduled_steps=25 --extension_steps=24":
+    "--preset=single --train_tokens=2e7 --stages=2 --stage1.share=0": "^shares of the stages: 0.0, 0.0; the sha",
+    "--preset=single --train_tokens=2e7 --extension_steps=1000001": "^--extension_steps=1000001: must be from 0 to",
+    "--preset=single --train_tokens=100 --scheduled_steps=25 --extension_steps=24":
         "^--table_beta2=1.0: must be from 0 to below 1",
-    **{f"--preset=short {length}": rf"^{length}: that is a run of \d+ steps of \d+ tokens; it needs 20, so make"
+    **{f"--preset=single {length}": rf"^{length}: that is a run of \d+ steps of \d+ tokens; it needs 20, so make"
        for length in ("--train_tokens=1000", "--minutes=0.0001")},
     "--minutes=1e308": "--minutes=1e[+]308: must be from 0 to 1000000000",
     **{f"--minutes=1 --{knob}=30": "^--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, "
        for knob in ("train_tokens", "scheduled_steps", "extension_steps")},
-    "--preset=short --train_tokens=1e14": "^--scheduled_steps=[0-9]+: a run has at most 999999 steps, the ext",
+    "--preset=single --train_tokens=1e14": "^--scheduled_steps=[0-9]+: a run has at most 999999 steps, the ext",
     "--train_tokens=many": "^--train_tokens=many: expected a number",
     "--profile=20": "^--profile=20: must be START:COUNT", "--profile=3:0": "^--profile=3:0: must be START:COUNT",
     "--preset=cpu --profile=1758:3": "^--profile=1758:3: .*steps 0 to 1759",
@@ -208,7 +215,7 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
 
 
 @pytest.mark.parametrize("args", [*(f"--preset={preset}" for preset in T.PRESETS), "--train_tokens=3e7",
-                                  "--preset=short --train_tokens=13e6",
+                                  "--preset=single --train_tokens=13e6",
                                   "--preset=cpu --train_tokens=5e5 --stages=6 --stage2.share=0.5"])
 @pytest.mark.parametrize("base", T.PRESETS)
 def test_written_out_config_is_read_back(args, base):
@@ -228,9 +235,6 @@ def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, len
     for knob, value in flatten(config).items():
         if (knob in learned or knob.startswith("stage")) and (length or "." not in knob):
             assert T.parse_config([*words, f"--{knob}={render(value)}"]) == config, knob
-    other = T.parse_config([*words, "--stage2.lr_mul=0.5"])
-    own = f"--stage1.batch_tokens={other.schedule.stages[0].batch_tokens}", f"--lr_floor={other.schedule.lr_floor}"
-    assert T.parse_config([*words, "--stage2.lr_mul=0.5", *own]) == other
 
 
 def edited(config, knob, value):
@@ -274,32 +278,43 @@ def test_every_number_has_bounds(kind):
 
 
 def test_a_preset_is_one_entry(monkeypatch, capsys):
-    """With the depth of its layers; --depth makes others. A size that the rule does not know stays."""
-    short = T.PRESETS["short"]
-    def size_is_open(*args):
-        return left_open(read_values(["--preset=mine", *args], T.PRESETS), T.PRESETS)[0]
-    monkeypatch.setitem(T.PRESETS, "mine", short._replace(config=edited(short.config, "muon_lr", 0.02)))
-    assert T.parse_config(["--preset=mine"]) == T.parse_config(["--preset=short", "--muon_lr=0.02"])
-    assert size_is_open() and not size_is_open("--depth=11")
-    deep = edited(short.config, "layers", T.wire(16))
-    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(deep, sized="always"))
+    """Its recipe follows the length, and so does its size; `scaled` gives a preset without one its length. It has the
+    depth of its layers; --depth makes others."""
+    def enter(*preset, **fields):
+        monkeypatch.setitem(T.PRESETS, "mine", T.Preset(*preset, **fields))
+
+    def mine(*args, world=1):
+        """(the config, whether the length chooses the size)"""
+        return (T.parse_config(["--preset=mine", *args], world),
+                left_open(read_values(["--preset=mine", *args], T.PRESETS), T.PRESETS)[0])
+    own = lambda tokens=340e6, gpus=1: edited(T.recipe(tokens, gpus), "muon_lr", 0.02)
+    enter(own(), recipe=own)
+    for args, tokens in ([], 340e6), (["--train_tokens=5e7"], 5e7), (["--train_tokens=5e7", "--depth=11"], 5e7):
+        for world in 1, 2:
+            (config, size_is_open), wanted = mine(*args, world=world), own(tokens, world)
+            assert (config.model, config.optim, config.schedule.stages, size_is_open) == (
+                wanted.model, wanted.optim, wanted.schedule.stages, len(args) == 1)
+    deep = edited(T.recipe(), "layers", T.wire(16))
+    enter(deep)
     for args in [], ["--train_tokens=5e7"], ["--depth=16"], ["--layers=16"]:
-        config = T.parse_config(["--preset=mine", *args])
-        assert config.model == deep.model and config.model.depth == 16 and not size_is_open(*args)
+        config, size_is_open = mine(*args)
+        assert config.model == deep.model and config.model.depth == 16 and not size_is_open
         assert [key for key, value in flatten(config).items() if value == 16] == ["layers"]
-    assert T.parse_config(["--preset=mine", "--depth=6"]).model.layers == T.wire(6)
-    odd = edited(edited(T.parse_config(["--preset=short", "--model_dim=384"]), "backout_layer", 6), "seed", 3)
-    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(odd))
-    assert T.parse_config(["--preset=mine"]) == odd
-    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(deep, sized="always"))
+    config, _ = mine("--train_tokens=5e7")
+    assert config == with_knobs(scaled(deep, 5e7), train_tokens=total_tokens(config.schedule))
+    assert config.optim.adam_lr == deep.optim.adam_lr < T.recipe(5e7).optim.adam_lr
+    assert mine("--depth=6")[0].model.layers == T.wire(6)
     assert T.main(["--preset=mine", "--help"]) == 0 and "\n  --depth=16 " in capsys.readouterr().out
-    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(edited(deep, "layer3.xsa", False), sized="always"))
-    assert not T.parse_config(["--preset=mine", "--depth=16"]).model.layers[3].xsa and not size_is_open()
+    by_hand = lambda *length: edited(T.recipe(*length), "layer3.xsa", False)  # these layers are of no other depth
+    enter(by_hand(), recipe=by_hand)
+    for args in [], ["--depth=11"], ["--train_tokens=5e7"]:
+        config, size_is_open = mine(*args)
+        assert config.model.layers == by_hand().model.layers and not size_is_open
     with pytest.raises(UserError, match="--depth=8: the layers of this preset are not those of `wire`"):
-        T.parse_config(["--preset=mine", "--depth=8"])
-    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(RECORD, gpus=2))  # for whose batches its size is
-    assert [T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0].batch_tokens
-            for world in (1, 2)] == [98304, 131072]
+        mine("--depth=8")
+    enter(RECORD, gpus=2)  # for whose batches its size is
+    assert [mine("--train_tokens=3.49e8", world=world)[0].schedule.stages[0].batch_tokens for world in (1, 2)] == [
+        98304, 131072]
     for model in deep.model, RECORD.model:  # older checkpoints have a depth, which need not be that of the layers
         tree = dataclasses.asdict(edited(RECORD, "layers", model.layers))
         tree["model"]["depth"] = 11
@@ -587,12 +602,11 @@ WIRED = (
 
 
 def test_wiring():
-    """At depth 11 that of records/2026-11-22_model, in `record` and `single` without the mixtures."""
-    short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
-                      for name in ("short", "record", "single"))
-    assert T.wire(11) == T.LAYERS == short == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)
-    assert others == 2 * [(*short[:-1], dataclasses.replace(short[-1], mix=False))]
-    assert not T.parse_config(["--preset=single", "--depth=8"]).model.layers_with("mix")
+    """At depth 11 that of records/2026-11-22_model, in `record` without the mixtures."""
+    single, record = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers for name in ("single", "record"))
+    assert T.wire(11) == T.LAYERS == single == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)
+    assert record == (*single[:-1], dataclasses.replace(single[-1], mix=False))
+    assert not T.parse_config(["--preset=record", "--depth=8"]).model.layers_with("mix")
     for depth in range(3, 25):
         for heads in "6", "3":
             model = T.parse_config([f"--depth={depth}", f"--num_heads={heads}", "--preset=cpu"]).model
@@ -606,7 +620,7 @@ def test_every_size(width):
     """Any number of heads of 64 and 128 channels, and any depth from 3 to 24, also with FP8."""
     for head, depth in itertools.product((64, 128), (3, 4, 11, 24)):
         if width % head == 0:
-            config = T.parse_config(["--preset=short", f"--model_dim={width}", f"--num_heads={width // head}",
+            config = T.parse_config(["--preset=single", f"--model_dim={width}", f"--num_heads={width // head}",
                                      f"--depth={depth}"])
             model, shapes = config.model, {row.label: row.shape for row in T.param_table(config.model)}
             assert config.system.fp8_mlp and model.head_dim == head and len(model.layers) == depth
@@ -616,9 +630,9 @@ def test_every_size(width):
 
 
 def test_rates_of_narrow_models():
-    """Half the width: Adam's rates grow by the root of 2, those of head and embedding by 2."""
+    """Half the width, in a short run: Adam's rates grow by the root of 2, those of head and embedding by 2."""
     def rates(*args):
-        config = T.parse_config(["--preset=short", "--depth=11", *args])
+        config = T.parse_config(["--preset=single", "--train_tokens=27e6", *args])
         return {row.label: row.lr_mul for row in T.param_table(config.model)}
     wide, narrow = rates("--model_dim=768"), rates("--model_dim=384", "--num_heads=6")
     assert wide == rates("--model_dim=768", "--width_lr_power=0")

@@ -1,4 +1,4 @@
-"""What the operations refuse, in words, and that CPU tensors take the references."""
+"""What the operations refuse, in words, that CPU tensors take the references, and the choice of implementations."""
 
 import inspect
 
@@ -8,6 +8,7 @@ import torch
 import train_gpt as T
 import triton_kernels as tk
 from data.run.trial import example
+from oracles import ON_GPU
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODEL = T.Model(257, 64, 2, pointer=True, layers=(T.Layer(paired=True, value_embed=True),), backout_layer=None)
@@ -142,3 +143,37 @@ def test_words(op, change, message, monkeypatch):
     change = change(good) if callable(change) else dict(zip(good, change)) if isinstance(change, list) else change
     with pytest.raises(ValueError, match=f"^{getattr(call, '__name__', op).replace('<lambda>', op)}: .*{message}"):
         call(**good | change)
+
+
+# ---- The choice of implementations -----------------------------------------------------------------------------------
+
+CUDA, EVERY = torch.device("cuda"), (  # naming a device needs none
+    "XXT", "XTX", "ba_plus_cAA", "transpose_copy", "transpose_add", "attention", "mlp", "pointer", "pointer_inputs",
+    "cross_entropy", "update_rows", "update_few_rows", "signed_rows", "embedding_grad", "fused_momentum",
+    "normuon_update", "adam_update", "replicated_update", "mix")
+FAST = dict.fromkeys(EVERY, "triton")
+
+
+@pytest.mark.parametrize("device, wanted, changed", [
+    (CPU, "auto", dict.fromkeys(EVERY, "torch")), (CUDA, "auto", FAST),
+    (CUDA, "torch", dict.fromkeys(EVERY, "torch")),
+    (CUDA, "XXT:torch,transpose_add:torch", FAST | {"XXT": "torch", "transpose_add": "torch"}),
+    pytest.param(CPU, "XTX:triton", dict.fromkeys(EVERY, "torch") | {"XTX": "triton"},
+                 marks=pytest.mark.skipif(ON_GPU, reason="kernels take CPU tensors in Triton's interpreter only"))])
+def test_choose_ops(device, wanted, changed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    ops, names = tk.choose_ops(device, wanted)
+    assert names == changed and set(vars(ops)) == set(EVERY)
+    for op, name in names.items():
+        function = op.replace("attention", "attention_block") + {"triton": "", "torch": "_ref"}[name]
+        assert getattr(ops, op) is getattr(tk, function)
+
+
+@pytest.mark.parametrize("wanted, message", [
+    ("attention:flash", "'attention:flash' is not one of .*attention:triton.torch, .*XXT:triton.torch"),
+    ("mlp:torch,XXT:cuda", "'XXT:cuda' is not one of"), ("attention", "'attention' is not one of")])
+def test_implementations_that_do_not_exist(wanted, message, monkeypatch):
+    """Each is refused before anything runs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with pytest.raises(ValueError, match=f"kernels: {message}"):
+        tk.choose_ops(CUDA, wanted)

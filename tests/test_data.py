@@ -276,17 +276,15 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1
 
 
-def test_corpus_too_small_for_a_row(tmp_path):
-    """Each shard has one token less than a micro-batch takes."""
+def test_shards_are_used_to_their_last_token(tmp_path):
+    """Each shard has one token less than a micro-batch takes; the last micro-batch of a step is the whole last document
+    of the shard."""
     corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * 3, [(32, 100)])
     with pytest.raises(UserError, match="no training shard fills a row"):
         corpus.loader().next_batch()
-
-
-def test_shards_are_used_to_their_last_token(tmp_path):
-    """The last micro-batch of a step is the whole last document of the shard."""
     shard = np.array([token for first in range(8) for token in document(17, first)], np.uint16)
-    corpus = Corpus(tmp_path, [shard], [(16, 100)] * 3)
+    (tmp_path / "last").mkdir()
+    corpus = Corpus(tmp_path / "last", [shard], [(16, 100)] * 3)
     assert corpus.expected()[7][0].tolist() == [SEP, *range(7, 22)]
     corpus.assert_served()
 
@@ -310,12 +308,6 @@ def test_too_many_documents(tmp_path):
 # ---- Shard files -----------------------------------------------------------------------------------------------------
 
 TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
-
-
-def test_read_shard(tmp_path):
-    path = write_shard(tmp_path / "a.bin", values := [65535, 0, 32768])
-    tokens = read_shard(path, 65536)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == values and read_shard_header(path) == 3
 
 
 def shard_file(tokens=TOKENS, **header):
@@ -366,8 +358,10 @@ def test_what_is_no_file_is_named(tmp_path):
         read_shard(tmp_path / "gone.bin", 50)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    path, read = write_shard(tmp_path / "a.bin", TOKENS), np.fromfile
+def test_a_file_is_read_or_named(tmp_path, monkeypatch):
+    path, read = write_shard(tmp_path / "a.bin", values := [65535, 0, 32768, 1, 2, 3]), np.fromfile
+    tokens = read_shard(path, 65536)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == values and read_shard_header(path) == 6
     for failing in ("<i4", "<u2"):  # the header, the tokens
         fails = Mock(side_effect=OSError(5, "Input/output error"))
         monkeypatch.setattr(L.np, "fromfile", lambda path, dtype, *args, **kwargs: (
@@ -569,7 +563,7 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
     """An eighth of the longest shard, or 2048 tokens; tokens that the loader cuts off do not count."""
     write_shard(tmp_path / "train_0.bin", np.resize([SEP, *[3] * 9], 2000))
     write_shard(tmp_path / "train_1.bin", np.append(np.resize([SEP, *[3] * 9], tokens), [3] * 2000))
-    schedule = T.PRESETS["short"].config.schedule
+    schedule = T.recipe(27e6).schedule
     config = T.Config(model=MODEL, schedule=schedule, data=T.Data(train_files=f"{tmp_path}/train_*.bin"))
     assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 

@@ -181,8 +181,7 @@ def test_codes_of_products(N, device, either_kernel):
     """The codes of the reference, but for sums that round to the other side. Each comes again."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
-    x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
-                      for t, dtype in ((x, E4M3), (g, E5M2), (W1, E4M3), (W2, E4M3)))
+    x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0] for t, dtype in zip((x, g, W1, W2), (E4M3, E5M2, E4M3, E4M3)))
     scales = scalar(1 / 27, device), one, scalar(0.01, device)
     post = tk.relu_square_codes(x8, w1, *scales, scalar(0.0, device))[0]
     for args in (x8, w1), (g8, w2, post, scalar(0.02, device)):
@@ -376,7 +375,7 @@ def test_bank_must_not_be_quantised_before_backward(device):
 
 def test_bytes_of_the_codes():
     """The estimate of the memory knows them, for MLPs and for projections."""
-    config = T.parse_config(["--preset=short", "--device=cpu", "--vocab_size=120", "--model_dim=96",
+    config = T.parse_config(["--preset=single", "--device=cpu", "--vocab_size=120", "--model_dim=96",
                              "--bigram_tables=1", "--bigram_normal=false"])
     model = T.GPT(config.model, None, torch.bfloat16, torch.device("cpu"))
     mlps = tk.Fp8Mlps(model.mlp_bank, 1.0)

@@ -63,8 +63,7 @@ def check_gram(name, X, out, scalars, scale=None):
 @pytest.mark.parametrize("name, shape, scalars", [
     *[(name, shape, ()) for name in ("XXT", "XTX") for shape in [(1, 1), (37, 130), (2, 130, 37), (3, 65, 64)]],
     *[("ba_plus_cAA", shape, (C, B, A0)) for shape in [(1, 1), (130, 130), (2, 65, 65)]],
-    ("ba_plus_cAA", (2, 37, 37), (1, 0)),  # integers, on which Triton would specialize; default of a
-])
+    ("ba_plus_cAA", (2, 37, 37), (1, 0))])  # integers, on which Triton would specialize; default of a
 def test_gram(name, shape, scalars, columns, dtype, device):
     X_buffer, X = framed(gram_input(name, shape, dtype, device), (1, 2), (8, -shape[-1] % 8))  # rows at 16 bytes
     side = shape[-1] if name == "XTX" else shape[-2]
@@ -90,8 +89,7 @@ def test_symmetry_does_not_depend_on_the_input(dtype, device):
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name, shape", [
     *[("XXT", (n, 768, 768)) for n in (5, 10, 20, 40)], *[("XTX", (n, 3072, 768)) for n in (3, 6, 12, 24)],
-    *[("ba_plus_cAA", (n, 768, 768)) for n in (3, 6, 24, 40)],
-])
+    *[("ba_plus_cAA", (n, 768, 768)) for n in (3, 6, 24, 40)]])
 def test_gram_production(name, shape, scaled, device):
     X = gram_input(name, shape, BF16, device)
     scalars = (C, B, A0) if name == "ba_plus_cAA" else ()

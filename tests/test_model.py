@@ -43,16 +43,16 @@ FEATURES = {
                  pointer=(120, POINTER_WINDOW)))}
 
 
-# Sizes of `short`. If the number of heads is odd, each head is a matrix for Muon, and no layer pairs its heads.
+# Sizes of `single`. If the number of heads is odd, each head is a matrix for Muon, and no layer pairs its heads.
 SHAPES = {"odd": "--model_dim=96 --num_heads=3", "one head": "--model_dim=32 --num_heads=1",
           "deep": "--model_dim=96 --num_heads=6 --depth=14", "deep and slim": "--model_dim=32 --num_heads=1 --depth=14",
           "slim": "--model_dim=32 --num_heads=2", "shallow": "--model_dim=96 --num_heads=6 --depth=3"}
 
 
 def with_shape(name):
-    """The arguments of make_setting for `short` in one of SHAPES. The oracle gets the layers of the config, so this
+    """The arguments of make_setting for `single` in one of SHAPES. The oracle gets the layers of the config, so this
     does not test `wire`: test_config.py has its 11 layers, test_guard.py the curves of 4 and 14."""
-    config = T.parse_config(["--preset=short", "--vocab_size=120", "--ngram_rows=0", "--bigram_tables=5",
+    config = T.parse_config(["--preset=single", "--vocab_size=120", "--ngram_rows=0", "--bigram_tables=5",
                              "--bigram_normal=false", "--kernels=torch", *SHAPES[name].split()]).model
     layers, with_attention, with_values = config.layers, *map(config.layers_with, ("attention", "value_embed"))
     rows = [(None, None, False, False, None)] * len(layers)

@@ -303,7 +303,8 @@ def near(got, wanted, saved, rest=False):
 @pytest.mark.parametrize("rest", [True, False])
 def test_ranks_share_the_table(corpus, tmp_path, rest):  # noqa: F811
     """Two, three and four ranks train the table of one."""
-    more = "--micro_batches=12", *(f"--stage{i}.batch_tokens=576" for i in (1, 2, 3, 4)), *["--adam_lr=0"] * rest
+    more = ["--micro_batches=12", *(f"--stage{i}.batch_tokens=576" for i in (1, 2, 3, 4))]
+    more += ["--adam_lr=0", "--table_lr=0"] * rest
     one = train(corpus, tmp_path / "1", *RANKS, *more)
     for ranks in (2, 3) if rest else (3, 4):
         run = on_ranks(corpus, tmp_path / str(ranks), ranks, *more)

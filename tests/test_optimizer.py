@@ -13,6 +13,7 @@ import torch.multiprocessing
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
+from data.run.config import with_knobs
 from data.run.machine import Runtime
 from data.run.state import load_state, whole_state
 
@@ -153,17 +154,20 @@ def test_adam_matches_torch_without_decay():
 
 
 def test_decay_of_a_table():
-    """The square of the rate of the parameter times its factor."""
-    config = dataclasses.replace(small_config(), optim=T.Optim(adam_lr=0.5, adam_wd=4.0))
-    (head,) = (row for row in T.param_table(config.model) if row.label == "lm_head")
+    """The square of the rate of the parameter times its factor; the tables of values and n-grams have a rate of their
+    own."""
+    config = dataclasses.replace(small_config(), optim=T.Optim(adam_lr=0.5, table_lr=1.0, adam_wd=4.0))
+    config = with_knobs(config, ngram_rows=(300.0,))
     numbers = T.update_numbers(config, T.make_plan(config, 1)._replace(lr_factor=0.5))
-    assert numbers["lm_head weight_decay"] == (0.25 * head.lr_mul) ** 2 * 4 * head.wd_mul
+    for row in (row for row in T.param_table(config.model) if row.optim in ("adam", "rows")):
+        rate = {"lm_head": 0.25, "embed": 0.25, "value_embeds": 0.5, "ngram_embed": 0.5}[row.label] * row.lr_mul
+        assert numbers[f"{row.label} weight_decay"] == rate**2 * 4 * row.wd_mul
 
 
 def small_config(head_pairs=False, lazy_tables=False, slow_momentum=0.0, num_heads=6, adam_every=2):
     schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
     model = T.Model(vocab_size=120, model_dim=48, num_heads=num_heads, head_pairs=head_pairs)
-    optim = T.Optim(lazy_tables=lazy_tables, slow_momentum=slow_momentum, adam_every=adam_every)
+    optim = T.Optim(table_lr=0.005, lazy_tables=lazy_tables, slow_momentum=slow_momentum, adam_every=adam_every)
     return dataclasses.replace(T.Config(), model=model, schedule=schedule, optim=optim)
 
 
@@ -205,7 +209,7 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
         optimizer.step(plan, numbers)
         oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
                     slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share),
-                    every=adam_every)
+                    every=adam_every, table_lr=config.optim.table_lr)
         if plan.tied and plan.adam:
             assert torch.equal(model.embed, model.lm_head.t())
     assert not torch.equal(model.embed, model.lm_head.t())  # they have parted

@@ -284,13 +284,15 @@ def test_unigram_of_the_training_text(tiny, corpus, capsys):
 
 
 def test_shards_are_what_the_format_says(tiny, tmp_path):
-    """And two files of one name in two folders are two documents."""
+    """And two files of one name in two folders are two documents. A mark is dropped, and line ends stay."""
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text("hi " + name)
     assert prepare_text(tmp_path / "a", tmp_path / "b", "--out", "n") == 0
     made = {path.read_bytes() for path in (tiny / "n").glob("*.bin")}
     assert made == {shard_bytes([256, *b"hi a"]), shard_bytes([256, *b"hi b"])}
+    assert prepare_files({"a": "\ufeffone\r\ntwo\r", "b": "a\ufeff\n"}) == 0
+    assert sorted(texts_of(tiny / "n")) == ["a\ufeff\n", "one\r\ntwo\r"]
 
 
 def test_tokenizers(tiny, corpus, monkeypatch, capsys):
@@ -313,8 +315,8 @@ def test_tokenizers(tiny, corpus, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("texts, length, chosen", [
-    (500, 1000, "--preset=short --train_tokens="),  # a shard fills a row of the largest batch: the GPU chooses
-    (100, 50, "--preset=short '--train_files=")])  # less than the shortest run
+    (500, 1000, "--preset=single --train_tokens=380000 "),  # a shard fills a row of the largest batch: the GPU chooses
+    (100, 50, "--preset=single --train_tokens=27e6 ")])  # less than the shortest run
 def test_the_command_for_large_and_small_texts(data, monkeypatch, capsys, texts, length, chosen):
     gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [int(text)] * length)
     monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get))
@@ -456,11 +458,6 @@ def test_odd_names(tiny, tmp_path, capsys):
         Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"" if name == b"\xff" else b"text")
     assert prepare_text(folder, "--out", "n") == 0 and len(texts_of(tiny / "n")) == 9
     assert "skipped 1 empty files, such as '\\udcff'\n" in capsys.readouterr().out
-
-
-def test_a_mark_is_dropped_and_line_ends_stay(tiny):
-    assert prepare_files({"a": "\ufeffone\r\ntwo\r", "b": "a\ufeff\n"}) == 0
-    assert sorted(texts_of(tiny / "n")) == ["a\ufeff\n", "one\r\ntwo\r"]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

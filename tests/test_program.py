@@ -203,13 +203,11 @@ def test_what_other_programs_use_is_measured():
         hog.kill()
 
 
-def test_a_core_of_others_does_not_count(tmp_path, monkeypatch):
+def test_what_is_no_work_of_others(tmp_path, monkeypatch):
+    """That on a core of others, and that of this process."""
     monkeypatch.setattr(launch, "core_numbers", lambda: {1})
     (tmp_path / "stat").write_text("cpu0 70 9 9 9 9 9 9 9 9 9\ncpu1 100 20 3 900 800 4 5 6 70 0\n")
     assert launch.busy_seconds(tmp_path / "stat") == 138 / os.sysconf("SC_CLK_TCK")
-
-
-def test_the_work_of_this_process_is_not_that_of_others(monkeypatch):
     monkeypatch.setattr(launch, "busy_seconds", launch.time.process_time)  # nobody else works
     def work(seconds):
         end = launch.time.process_time() + seconds

@@ -113,9 +113,8 @@ def train(folder, monkeypatch, capfd):
             compared = [writers[path] for _, path in logs]
             assert [run.rpartition(".")[0] for run in compared] == [label for label, _ in logs]
         out, err = capfd.readouterr()
-        return SimpleNamespace(
-            status=status, out=out, err=err, calls=told, runs=[call["run"] for call in told if "run" in call],
-            compared=" ".join(compared), options=options)
+        return SimpleNamespace(status=status, out=out, err=err, calls=told, compared=" ".join(compared),
+                               runs=[call["run"] for call in told if "run" in call], options=options)
     return train
 
 
@@ -168,19 +167,15 @@ def test_failures(train, argv, env, status, runs, compared, message):
     assert "error: no\nrun.sh: " * ("FAILS" in env) + f"{message}\n" * bool(message) in done.err
 
 
-@pytest.mark.parametrize("procs, env, count", [("1", {}, 1), ("1", {"FAILS": "b.1"}, 2), ("2", {}, 6)])
-def test_runs_of_one_process_share_it(train, procs, env, count):
-    """With the number of threads that run.sh has chosen. After a failure the next run has a new process."""
-    done = train("3 --label a --label b", PROCS=procs, THREADS="5", **env)
+@pytest.mark.parametrize("preset, procs, env, count", [
+    ("single", "1", {}, 1), ("single", "1", {"FAILS": "b.1"}, 2), ("single", "2", {}, 6), ("cpu", "1", {}, 6)])
+def test_runs_of_one_process_share_it(train, preset, procs, env, count):
+    """With the number of threads that run.sh has chosen. After a failure the next run has a new process, as each has on
+    the CPU: the trainer decides before it knows the run how threads wait, and there otherwise than on a GPU."""
+    done = train(f"3 --label a --label b --preset={preset}", PROCS=procs, THREADS="5", **env)
     runs = [call for call in done.calls if "run" in call]
     assert len(runs) == 6 and len({call["pid"] for call in runs}) == count
     assert {call["OMP_NUM_THREADS"] for call in runs} == {"5"}
-
-
-def test_a_run_on_the_cpu_has_its_own_kind_of_process(train):
-    """The trainer decides before it knows the run how threads wait; of `cpu` otherwise than on a GPU."""
-    runs = [call for call in train("2 --label a --label b --preset=cpu").calls if "run" in call]
-    assert len({call["pid"] for call in runs}) == 4
 
 
 @pytest.mark.parametrize("argv, hangs, status, number, compared", [
@@ -232,7 +227,6 @@ def test_errors_are_one_line_before_anything_is_done(argv, error):
 
 # ---- Side by side ----------------------------------------------------------------------------------------------------
 
-
 def test_each_gpu_has_a_queue_of_its_own(folder, train):
     """At most one run at a time on each GPU, and as many at once as there are GPUs. The data comes before the runs."""
     argv = "4 --label a --parallel --label b --train_files x --y=2 --train_tokens=1e9"
@@ -279,14 +273,9 @@ def test_several_values_of_a_knob_are_a_search(capfd):
     assert len(three) == 6 and three["muon_lr_1e-2_fp8_false"] == ["--seed=1", "--muon_lr=1e-2", "--fp8=false"]
 
 
-def test_a_race_without_a_pair(train):
-    """Each seed has but one finished run."""
-    done = train("--race --repeat=2", CUDA_VISIBLE_DEVICES="0", FAILS="record74.1 ours.2")
-    assert done.status == 3 and len(done.runs) == 4 and done.out == ""
-
-
 def test_a_race(folder, train):
-    """The times to the loss at which the slower one of a pair ends: of ours, between two validations."""
+    """The times to the loss at which the slower one of a pair ends: of ours, between two validations. No table if each
+    seed has but one finished run."""
     log = """def log(label, seed):
     path, fast = Path(given["log_dir"], f"{label}_{seed}.txt"), label == "ours"
     path.parent.mkdir(exist_ok=True)
@@ -303,10 +292,12 @@ globals()["log"] = log"""
     assert done.status == 0 and done.runs == ["record74.1", "ours.1", "record74.2", "ours.2"]
     words = ["--log_dir=logs", "--minutes=1", "--val_every=.05"]
     assert [call["plan"] for call in done.calls[:2]] == [
-        [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "short")]
+        [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "single")]
     assert [line.replace("|", "").split() for line in done.out.splitlines()[2:4]] == [
         [seed, "8.0", "4.2500", "8.0", loss, "4.2500", "8.0", "3.0", "0.375"]
         for seed, loss in (("1", "2.9000"), ("2", "2.8000"))]
     assert "<svg" in (folder / "logs/ours_2.svg").read_text() and "picture: logs/ours_2.svg" in done.out
     assert re.findall("warning: .* read its data .* times", done.out) == ["warning: ours read its data 3.25 times"]
     assert "ours takes 0.375 of record 74's time" in done.out and "(n = 2)" in done.out
+    done = train("--race --repeat=2", CUDA_VISIBLE_DEVICES="0", FAILS="record74.1 ours.2")
+    assert done.status == 3 and len(done.runs) == 4 and done.out == ""

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from data.run import launch
+from test_repeat import script
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["numpy", "tiktoken", "huggingface_hub", "triton", "pytest", "xdist"]
@@ -75,10 +76,10 @@ class Machine:
         (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
         text = (ROOT / "run.sh").read_text()
         assert text.count("/dev/nvidia0") == 1  # the machine that runs the tests may have it
-        self.executable(self.repo / "run.sh", text.replace("/dev/nvidia0", "../nvidia0"))
+        script(self.repo / "run.sh", text.replace("/dev/nvidia0", "../nvidia0"))
         for name in ("python3", "python"):  # both, so that no real one further down PATH is found
-            self.executable(bin / name, PYTHON)
-        self.executable(bin / "nvidia-smi", (
+            script(bin / name, PYTHON)
+        script(bin / "nvidia-smi", (
             '#!/bin/sh\n[ "$1" = -L ] || exec echo "${DRIVER:-580.65.06}"\n'
             'for i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n'))
         (self.repo / "train_gpt.py").write_text(TRAINER)
@@ -88,15 +89,10 @@ class Machine:
         self.env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "CALLS": str(folder / "calls"),
                     "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "CUDA_GPUS": "0"}
 
-    def executable(self, path: Path, text: str):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-
     def change(self, old: str, new: str):
         """Another stand-in for python3."""
         assert PYTHON.count(old) == 1
-        self.executable(self.folder / "system/bin/python3", PYTHON.replace(old, new))
+        script(self.folder / "system/bin/python3", PYTHON.replace(old, new))
 
     def site(self, name: str, torch: str | None, packages=PACKAGES):
         site = self.folder / "sites" / name
@@ -202,7 +198,7 @@ def test_nproc_and_threads(machine, variables, procs, preset, threads):
 
 @pytest.mark.parametrize("arguments, variables, error", [
     ("", {"OLD_PYTHON": "yes"}, said("no Python 3.10 or newer on PATH; install one and start again")),
-    ("--preset=short --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
+    ("--preset=single --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
 def test_an_error_costs_no_download(machine, arguments, variables, error):
     assert machine.run(*arguments.split(), status=1, **variables) == [] and machine.err == error
 
@@ -277,7 +273,7 @@ def test_an_active_virtualenv(machine):
     """It comes first. Without torch it gets the requirements, with an old torch it stays as it is."""
     folder, python = machine.folder / "active env", "active env/python"
     for name in ("python", "python3"):
-        machine.executable(folder / "bin" / name, PYTHON)
+        script(folder / "bin" / name, PYTHON)
     machine.env |= {"VIRTUAL_ENV": str(folder), "PATH": f"{folder}/bin:{machine.env['PATH']}", "DATA_PATH": "/x"}
     machine.site("active", None, [])
     pip, start = f"{python}|-m|pip|install|-r|requirements.txt", train(1, "--preset=cpu", python=python)
@@ -342,7 +338,7 @@ def test_rerun_and_help(machine):
     for argv in ["--rerun", "logs/my log.txt", "--x=1"], ["--rerun=logs/my log.txt", "--x=1"]:
         assert machine.run(*argv, SMI_GPUS="1") == ["system/python3|records/rerun.py|logs/my log.txt|--x=1"]
     machine.site("system", "2.11.0", ["numpy"])  # nothing is installed, made or downloaded for the help of a preset
-    for argv in ["--preset=short", "--help"], ["-h", "--preset=cpu"]:
+    for argv in ["--preset=single", "--help"], ["-h", "--preset=cpu"]:
         assert machine.run(*argv, **gpus(8)) == ["system/python3|train_gpt.py|" + "|".join(argv)]
     for argv in "--help", "data --help", "--repeat 2 --label a --help", "--x=1 --help":
         machine.site("system", None)
@@ -389,7 +385,7 @@ def test_a_clone_with_the_line_ends_of_windows_starts(tmp_path):
 def test_it_works_from_any_folder(machine, tmp_path):
     """And finds a Python of either name: here python3 has no torch, and python has."""
     machine.site("active", None)
-    machine.executable(tmp_path / "active/bin/python3", PYTHON)
+    script(tmp_path / "active/bin/python3", PYTHON)
     (tmp_path / "system/bin/python3").unlink()
     env = {"PATH": f"{tmp_path}/active/bin:{machine.env['PATH']}", "CDPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     assert machine.run(cwd=tmp_path / "active", **env)[-1] == train(1, "--preset=cpu", python="system/python")
@@ -401,11 +397,11 @@ def test_it_works_from_any_folder(machine, tmp_path):
 def test_ci_fails_unless_every_run_ends_with_a_loss(machine, line, status, good):
     """It runs the tests, then one process, then two."""
     calls = machine.folder / "ci calls"
-    machine.executable(machine.repo / "run.sh", f"""#!/bin/bash
+    script(machine.repo / "run.sh", f"""#!/bin/bash
 echo "${{NPROC:-}} $1" >>"{calls}"
 [ "$1" = test ] || {{ echo "step: 3\n{line}\npeak_memory: 3"; exit {status}; }}
 """)
-    machine.executable(machine.repo / ".ci" / "run", (ROOT / ".ci" / "run").read_text())
+    script(machine.repo / ".ci" / "run", (ROOT / ".ci" / "run").read_text())
     done = subprocess.run([str(machine.repo / ".ci" / "run")], env=machine.env, cwd=machine.folder, capture_output=True)
     assert (done.returncode == 0) == good
     assert calls.read_text().splitlines() == [" test", "1 --preset=cpu", "2 --preset=cpu"][:3 if good else 2]

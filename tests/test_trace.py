@@ -250,7 +250,6 @@ def test_operators_of_a_cpu():
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
 
-LAYER = T.Layer()
 LAYERS = (T.Layer(paired=True), T.Layer(attention=False), T.Layer(long=True, value_embed=True),
           T.Layer(paired=True, value_embed=True))
 DOCUMENTS = [40, 4, 20], [64]  # of the two micro-batches of each step
