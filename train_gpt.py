@@ -263,8 +263,7 @@ class Optim:
     table_lr: Rate = 0.008  # of the tables of values and n-grams: times lr_mul
     adam_eps: Annotated[float, Bounds(1e-30, 1)] = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
-    # The tables of values and n-grams are always updated in every second step. An update by the gradients of one step
-    # wants .84 of the rate for two (records/2026-11-27_learning).
+    # Tables are updated in every second step. An update by one step wants .84 of the rate (2026-11-27_learning).
     adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step (1) or every second (2)
     # The n-gram embeddings (--ngram_rows) are always updated so.
     lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped
@@ -297,9 +296,7 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # function (tokens, GPUs) -> the config of a length, whose size then suits the length, too. None: `scaled` makes it
-    # of the preset's config.
-    recipe: Callable | None = None
+    recipe: Callable | None = None  # (tokens, GPUs) -> config, whose size then suits the length, too; None: `scaled`
 
 
 RECORD74 = Config()
@@ -317,28 +314,25 @@ def recipe(tokens=340e6, gpus=1) -> Config:
     # 1. Size: 768 channels in 11 layers, which should reach 3.28 on FineWeb with 340M tokens. For a given length,
     #    `fit_size` takes the size of `best_size`: in little time a small model learns more (11-25_size, 11-29_recipe).
     # 2. Layers: all ideas of `wire`; mixtures gain .014 at 60M tokens and .009 at 155M (11-29_recipe).
-    # 3. Tables: rows for bigrams and trigrams, a million, or more where the GPU has the memory (`fit_memory`), since
+    # 3. Tables: a million rows for bigrams and trigrams, or more where the GPU has the memory (`fit_memory`), since
     #    they take no time (11-26_ngrams). A step has gradients of few rows: no first moment (11-23_optimizer).
     # 4. Adam updates the head in every step. Its rates fall a little as runs get longer. Narrow models take higher
     #    rates, but not in long runs (11-25_size, 11-25_length, 11-27_learning, 11-29_recipe).
     longer = max(1.0, tokens / 27e6)
     rate, narrow = longer**-0.08, max(0.0, 0.5 - 0.29 * math.log(longer))
-    # 5. Weight decay of Muon, too: the matrices of a longer run have more steps in which to shrink (11-27_learning).
-    decay = 2.4 * longer**-0.27
-    # 6. The cool-down takes .7 of the run, and Muon's momentum follows the run, too (11-22_short_runs).
-    # 7. Stages: windows and documents grow, and the loss looks two tokens ahead only in the first (11-22_short_runs).
+    # 5. Muon's weight decay: the matrices of a longer run have more steps in which to shrink (11-27_learning).
+    # 6. Cool-down over .7 of the run. Windows and documents grow; only the first stage predicts a second token, too
+    #    (11-22_short_runs). Validations of 65536 tokens fit small GPUs.
     config = with_knobs(
         BASE, ngram_rows=(5e5, 5e5), lazy_tables=True, width_lr_power=round(narrow, 3),
-        adam_lr=round(0.00875 * rate, 5), table_lr=round(0.0104 * rate, 5), table_beta2=0.98, muon_wd=round(decay, 3),
-        muon_beta2=0.9, muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03, cooldown_frac=0.7,
-        scheduled_steps=800, extension_steps=24, micro_batches=0,
-        val_batch_tokens=65536,  # cuts more documents than 262144, so the loss is a little higher (records/guide.md)
-        stages=(
+        adam_lr=round(0.00875 * rate, 5), table_lr=round(0.0104 * rate, 5), table_beta2=0.98, muon_beta2=0.9,
+        muon_wd=round(2.4 * longer**-0.27, 3), muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03,
+        cooldown_frac=0.7, scheduled_steps=800, extension_steps=24, micro_batches=0, val_batch_tokens=65536, stages=(
             Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
             Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0)))
-    # 8. These batches, rates and steps are those of 27.0M tokens. The batch grows with the root of the tokens, all
+    # 7. These batches, rates and steps are those of 27.0M tokens. The batch grows with the root of the tokens, all
     #    rates and their floor with batch ** .35; second moments forget as fast in tokens (11-22_lengths, 11-25_length).
     return with_knobs(scaled(config, tokens, gpus), train_tokens=int(tokens))
 

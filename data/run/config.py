@@ -372,14 +372,14 @@ def make_config(values, world, presets, gpu=1.0):
 
 def left_open(values, presets) -> tuple[bool, bool]:
     """(whether the size of the model is to suit the length of the run (data/run/length.py), whether the number of
-    n-gram embeddings, if there are any, is to suit the memory of the GPU). A preset with layers of its own keeps them.
-    """
+    n-gram embeddings is to suit the memory of the GPU), both for a preset with a recipe. A preset with layers of its own
+    keeps them."""
     continues, has_length = {"resume", "init_from"} & values.keys(), values.get("minutes") or values.get("train_tokens")
     by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in values)
     preset = presets[values.get("preset", "record")]
     size_is_open = preset.recipe and preset.config.model.is_wired and has_length and not (
         by_hand or continues or values.get("device") == "cpu")
-    return bool(size_is_open), "ngram_rows" not in values and not continues
+    return bool(size_is_open), bool(preset.recipe) and "ngram_rows" not in values and not continues
 
 
 def preset_config(name, values, world, presets, gpu=1.0):

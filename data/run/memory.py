@@ -18,7 +18,7 @@ from data.run.program import LESS_MEMORY, UserError
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
-MOST_ROWS = 4_000_000  # of the n-gram table, unless you ask for more: 16 million gain little (2026-11-26_ngrams)
+MOST_TABLE = 2**34  # bytes of the n-gram table, unless you ask for more: 16 million rows of 512 channels
 
 
 def most_few_rows(config) -> int:
@@ -125,7 +125,7 @@ def fit_memory(config, device, world, rows_open):
 
     --micro_batches=0 becomes the fewest that fit, or the most of `possible_micro_batches` if none fits. Several ranks
     take the fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows
-    double up to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time."""
+    double up to MOST_TABLE, if they fit one GPU without more micro-batches: more rows take memory, not time."""
     def fits(config):
         return world > 1 or memory_report(config, device, 1)[1]
 
@@ -133,9 +133,9 @@ def fit_memory(config, device, world, rows_open):
     if not config.system.micro_batches:
         counts = [with_knobs(config, micro_batches=count) for count in possible_micro_batches(config, world)]
         config = next(filter(fits, counts), counts[-1])
-    while rows_open and world == 1 and device.type == "cuda" and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
+    while rows_open and world == 1 and device.type == "cuda" and any(config.model.ngram_rows):
         larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
-        if not fits(larger):
+        if 2 * larger.model.model_dim * sum(larger.model.ngram_rows) > MOST_TABLE or not fits(larger):
             break
         config = larger
     return config
