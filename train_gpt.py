@@ -234,7 +234,7 @@ class Schedule:
 
     # --train_tokens and --minutes change the length of a preset, and with it batches, rates and steps (`recipe`).
     train_tokens: Annotated[int | float, Bounds(0, 10**15)] = 0  # tokens of the whole run (0: as the other knobs say)
-    minutes: Real = 0.0  # training time; the steps are timed before the run (0: as the other knobs say)
+    minutes: Real = 0.0  # of training time; the steps are timed before the run (0: as the other knobs say)
     scheduled_steps: Count = 1450  # the shares of the stages divide these steps
     extension_steps: Annotated[int, Bounds(0, 999999)] = 40  # steps of the last stage: lowest rate, widest windows
     stages: tuple[Stage, ...] = (  # counted from 1

@@ -322,10 +322,16 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
 
 
 def test_help_lists_every_knob(capsys):
+    """Once, in groups; what most runs set comes first."""
     assert T.main(["--preset=cpu", "-h"]) == 0
     text = capsys.readouterr().out
     knobs = re.findall(r"^  --(\S+?)=(.*?)  +(.*)$", text, re.M)
-    assert {"depth", "adam_every", "stage<n>.lr_mul", "layer<n>.xsa"} < {knob for knob, *_ in knobs}
+    names = [knob for knob, *_ in knobs]
+    assert {"depth", "adam_every", "stage<n>.lr_mul", "layer<n>.xsa"} < {*names} and len(names) == len({*names})
+    groups = re.findall(r"^(\w.*):\n  --(\S+?)=", text, re.M)
+    assert groups == [("What most runs set", "model_dim"), ("Model", "vocab_size"), ("Schedule", "scheduled_steps"),
+                      ("Optim", "adam_lr"), ("Data", "val_tokens"), ("System", "device")]
+    assert "Contents" not in text and names.index("minutes") < names.index("vocab_size")
     assert [knob for knob, _, comment in knobs if not comment and not re.fullmatch(r"layer\d+", knob)] == []
     for key, value in flatten(T.PRESETS["cpu"].config).items():
         if not key.startswith("stage") or key == "stages":

@@ -115,6 +115,9 @@ KEPT_KNOBS = {"seed", "micro_batches", "dtype", "init_from"}
 # What a run is called, keeps and shows. A run that begins with the weights of another one has its own.
 OUTPUT_KNOBS = ("run_label", "log_dir", "plot", "profile", "save", "save_every", "keep", "resume", "init_from",
                 "other_data", "sample_tokens", "sample_prompt")
+# The knobs with which --help begins.
+MAIN_KNOBS = ("minutes", "train_tokens", "model_dim", "depth", "seed", "train_files", "val_files", "save", "resume",
+              "init_from", "run_label", "plot")
 # Names that other trainers have for knobs of ours.
 ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr and --adam_lr"),
              **dict.fromkeys(("batch_size", "total_batch_size"), "--stage1.batch_tokens, in tokens"),
@@ -329,9 +332,9 @@ def config_from_dict(default, tree):
 
 
 def help_page(manual, presets, argv, source) -> str:
-    """The manual, then all knobs with the values of the preset that `argv` names, or else of `record`: a line for each
-    with its name, its value (for stage<n> those of all stages), and its comment here or in `source`, the text of
-    train_gpt.py."""
+    """The manual up to its contents, then all knobs with the values of the preset that `argv` names, or else of
+    `record`, in groups: a line for each with its name, its value (for stage<n> those of all stages), and its comment
+    here or in `source`, the text of train_gpt.py."""
     own = Path(__file__).read_text(encoding="utf-8").partition("# ---- Knobs:")[0]
     preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
     config, lines = presets[preset].config, {}
@@ -344,10 +347,16 @@ def help_page(manual, presets, argv, source) -> str:
         lines[name] = f"{lines[name]} {render(value)}" if name in lines else f"  --{name}={render(value)}"
         if key == f"layer{config.model.depth - 1}":
             lines |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(value)}
-    knobs = "\n".join(f"{line:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, line in lines.items())
+    groups = {"What most runs set": [], **{name.capitalize(): [] for name in vars(config)}}
+    sections = {key: name.capitalize() for name, section in vars(config).items() for key in vars(section)}
+    for name, line in lines.items():
+        group = "What most runs set" if name in MAIN_KNOBS else sections[re.sub("^(layer|stage).*", r"\1s", name)]
+        groups[group].append(f"{line:<46}  {comments.get(name.split('.')[-1], '')}".rstrip())
+    knobs = "\n\n".join("\n".join([f"{title}:", *rows]) for title, rows in groups.items())
     others = ", ".join(name for name in presets if name != preset)
+    manual = manual.partition("\nContents")[0]  # what follows is for readers of the code
     return (f"{manual}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
-            f" --minutes changes batches, rates and steps:\n{knobs}")
+            f" --minutes changes batches, rates and steps.\n\n{knobs}")
 
 
 # ---- Presets, checkpoints and lengths --------------------------------------------------------------------------------
