@@ -259,12 +259,12 @@ class Schedule:
 class Optim:
     """Rates common to all parameters; `param_table` has the factors of each parameter."""
 
-    adam_lr: Rate = 0.008  # of head, embedding, gates and lambdas: times lr_mul of the parameter
-    table_lr: Rate = 0.008  # of the tables of values and n-grams: times lr_mul
+    adam_lr: Rate = 0.008  # of head, embedding, gates, lambdas, times lr_mul of the parameter; tables have table_lr
+    table_lr: Rate = 0.008  # of the tables of values and n-grams, times lr_mul
     adam_eps: Annotated[float, Bounds(1e-30, 1)] = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
-    # Tables are updated in every second step. An update by one step wants .84 of the rate (2026-11-27_learning).
-    adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step (1) or every second (2)
+    # Tables are updated in every second step. Updates in every step want .84 of the rate (records/2026-11-27_learning).
+    adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step or in every second one
     # The n-gram embeddings (--ngram_rows) are always updated so.
     lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped
     table_beta2: Memory = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
@@ -296,7 +296,8 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    recipe: Callable | None = None  # (tokens, GPUs) -> config, whose size then suits the length, too; None: `scaled`
+    # (tokens, GPUs) -> config; its size then suits the length, too. None: the size stays, and `scaled` makes the rest.
+    recipe: Callable | None = None
 
 
 RECORD74 = Config()
@@ -311,9 +312,9 @@ BASE = with_knobs(
 def recipe(tokens=340e6, gpus=1) -> Config:
     """The best run of so many tokens that we know, on so many GPUs of 12 GB or more: --preset=single. The length is its
     only dial. Dates name the records that measured a choice; records/techniques.md has them all."""
-    # 1. Size: 768 channels in 11 layers, which should reach 3.28 on FineWeb with 340M tokens. For a given length,
-    #    `fit_size` takes the size of `best_size`: in little time a small model learns more (11-25_size, 11-29_recipe).
-    # 2. Layers: all ideas of `wire`; mixtures gain .014 at 60M tokens and .009 at 155M (11-29_recipe).
+    # 1. Size: 768 channels in 11 layers, which should reach 3.28 on FineWeb with 340M tokens. A given length, this one
+    #    too, gets the size of `best_size`: in little time a small model learns more (11-25_size, 11-29_recipe).
+    # 2. Layers: all ideas of `wire`; mixtures pay with 384 x 4 at 60M tokens and 512 x 6 at 155M (11-29_recipe).
     # 3. Tables: a million rows for bigrams and trigrams, or more where the GPU has the memory (`fit_memory`), since
     #    they take no time (11-26_ngrams). A step has gradients of few rows: no first moment (11-23_optimizer).
     # 4. Adam updates the head in every step. Its rates fall a little as runs get longer. Narrow models take higher
@@ -1385,20 +1386,20 @@ def main(argv, began=started) -> int:
         values, fit, size = read_values(argv, PRESETS), None, ""
         config = make_config(values, world, PRESETS)
         seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(values, PRESETS)
-        if size_open:
-            fit = functools.partial(fit_size, config, lambda size, gpu: make_config(
-                values | size.knobs, world, PRESETS, gpu), world)
+        if size_open or seconds and config.system.device == "cuda":
+            fit = functools.partial(fit_size, config, size_open, lambda gpu, **knobs: make_config(
+                values | knobs, world, PRESETS, gpu), world)
         if "--check" in argv:
             from records.check import check_table
             return check_table(config, world, fit, rows_open, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
-        if not fit:  # else most checks need the size
+        if not fit:  # else most checks need what follows from the GPU
             config = check_start(config, world, rows_open)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
-            config, size, seconds = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt), rt.device)
+            config, size = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt) if seconds else 1.0, rt.device)
             config = check_start(config, world, rows_open)
             watch.lap("size")
         log, profiler = Log(config, rt), None

@@ -45,19 +45,19 @@ def with_shards(survey, part, config, world):
 
 def check_table(config, world, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
-    fit: None, or function (H100s that the GPU is worth, device) -> (config of the best size for the length of the run,
-    a line about it, training time). rows_open: see `fit_memory`."""
+    fit: None, or function (H100s that the GPU is worth, device) -> (config that suits it, a line about its size).
+    rows_open: see `fit_memory`."""
     columns, status, more, gpu = "{:<15} | {:<90} | {}", 0, {}, 0.0
     with suppress(UserError):  # the rows "device", "kernels" and "memory" report it
         device = find_device(config)
         if fit and device.type == "cuda":
             try:
-                gpu = measure_gpu(fp8=config.system.fp8_mlp)
-                config, line, _ = fit(gpu, device)
+                gpu = measure_gpu(fp8=config.system.fp8_mlp) if config.schedule.minutes else 0.0
+                config, line = fit(gpu or 1.0, device)
                 size = line.removeprefix("size: "), True
             except UserError as error:
                 size = str(error), False
-            more["size"] = lambda *run: size
+            more |= {"size": lambda *run: size} if size[0] else {}
         config = choose_kernels(config, device)[0]
     fitted = cache(lambda: fit_memory(wanted, find_device(wanted), world, rows_open))
     wanted, more["memory"] = config, lambda *run: start.check_memory(fitted(), world)

@@ -101,7 +101,7 @@ def test_config_from_dict():
 REFUSED = {  # arguments (and processes, if more than one) -> what the message says
     # what the parser does not understand
     "--scheduled_step=3": "unknown key --scheduled_step; the nearest is --scheduled_steps",
-    "--learning_rate=3": r"unknown key --learning_rate; here it is --muon_lr and --adam_lr \(see --help\)",
+    "--learning_rate=3": r"unknown key --learning_rate; here it is --muon_lr, --adam_lr and --table_lr \(see",
     "--stage5.lr_mul=3": "unknown key --stage5.lr_mul: this run has stages 1 to 4",
     "--stage1=share=2": "unknown key --stage1; the nearest is --stages", "--=5": "unknown key -- ",
     "--preset=cpu --layer6.attention=true": "unknown key --layer6.attention: this run has layers 0 to 3",

@@ -1,6 +1,8 @@
 """The size that suits the length of a run, and what its choice is told about the GPU."""
 
 import dataclasses
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,7 +13,7 @@ import torch
 import train_gpt as T
 from data.run import machine
 from data.run.config import flatten, left_open, read_values, render
-from data.run.length import BORDERS, Size, best_size, h100s, seconds, total_tokens
+from data.run.length import BORDERS, Size, best_size, h100s, seconds
 from data.run.machine import Runtime
 from data.run.start import fit_size
 from data.run.state import KEYS, write_checkpoint
@@ -79,9 +81,9 @@ def test_a_width_alone_keeps_the_width_of_a_head(preset, width, heads):
 
 def fitted(*words, world=1, gpu=1.0):
     """What `fit_size` returns, and the config of each size."""
-    def parse(size, gpu):
-        return T.parse_config(["--preset=single", *words, *(f"--{k}={v}" for k, v in size.knobs.items())], world, gpu)
-    return *fit_size(parse(SIZES[-1], 1.0), parse, world, gpu, torch.device("cpu")), lambda size: parse(size, gpu)
+    def parse(gpu, **knobs):
+        return T.parse_config(["--preset=single", *words, *(f"--{k}={v}" for k, v in knobs.items())], world, gpu)
+    return *fit_size(parse(1.0), True, parse, world, gpu, torch.device("cpu")), lambda size: parse(gpu, **size.knobs)
 
 
 @pytest.mark.parametrize("free, world, chosen", [(80000, 1, 3), (7000, 1, 1), (1000, 1, 0), (1000, 2, 3)])
@@ -93,25 +95,26 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
         return "", 1000 * config.model.depth + config.model.model_dim <= free
     for name in "memory.memory_report", "start.memory_report":
         monkeypatch.setattr(f"data.run.{name}", report)
-    config, line, time, of_size = fitted("--minutes=60", world=world)
-    assert time == 3600 and config == of_size(chosen) and config.schedule.minutes == 60
+    config, line, of_size = fitted("--minutes=60", world=world)
+    assert config == of_size(chosen) and config.schedule.minutes == 60
     assert Size(config.model.model_dim, len(config.model.layers)) == chosen and config.model.head_dim == 128
-    assert line == (f"size: {chosen} (channels x layers) for about 3600 s; the GPUs are worth {world**0.9:.2f} H100s"
+    assert line == (f"size: {chosen} (channels x layers) for 3600 s; the GPUs are worth {world**0.9:.2f} H100s"
                     + "; 768 x 11 would be better, but does not fit the memory" * (world == 1 and chosen != SIZES[-1]))
-    config, _, time, _ = fitted("--train_tokens=1e9", world=world)
-    assert time == seconds(chosen, total_tokens(config.schedule), h100s(1.0, world))
+    model = fitted("--train_tokens=1e9", world=world)[0].model
+    assert Size(model.model_dim, model.depth) == chosen
 
 
-@pytest.mark.parametrize("words, slow, world, size, time", [
-    ("--minutes=0.5", 1, 1, 1, "30"), ("--minutes=0.5", 2, 1, 0, "30"), ("--minutes=0.5", 1, 4, 2, "30"),
-    ("--train_tokens=27e6", 1, 1, 0, "7.1"), ("--train_tokens=27e6", 4, 1, 0, "28.5"),
-    ("--train_tokens=130e6", 1, 1, 1, "50.3"), ("--train_tokens=130e6", 1, 8, 1, "7.7"),
-    ("--train_tokens=130e6 --scheduled_steps=5000", 1, 1, 2, "198.8")])
-def test_minutes_count_the_gpus_and_tokens_do_not(words, slow, world, size, time):
+@pytest.mark.parametrize("words, slow, world, size, length", [
+    ("--minutes=0.5", 1, 1, 1, "30 s; the GPUs are worth 1.00 H100s"),
+    ("--minutes=0.5", 2, 1, 0, "30 s; the GPUs are worth 0.50 H100s"),
+    ("--minutes=0.5", 1, 4, 2, "30 s; the GPUs are worth 3.48 H100s"),
+    ("--train_tokens=27e6", 1, 1, 0, "27M tokens"), ("--train_tokens=27e6", 4, 1, 0, "27M tokens"),
+    ("--train_tokens=130e6", 1, 1, 1, "130M tokens"), ("--train_tokens=130e6", 1, 8, 1, "130M tokens"),
+    ("--train_tokens=130e6 --scheduled_steps=5000", 1, 1, 2, "331M tokens")])
+def test_minutes_count_the_gpus_and_tokens_do_not(words, slow, world, size, length):
     """The steps count, wherever they come from."""
-    config, line, found, of_size = fitted(*words.split(), world=world, gpu=1 / slow)
-    assert config == of_size(SIZES[size]) and f"{found:.1f}".removesuffix(".0") == time
-    assert f" {SIZES[size]} (channels x layers) for about {time} s; the GPUs are worth {world**0.9 / slow:.2f} H100s" in line
+    config, line, of_size = fitted(*words.split(), world=world, gpu=1 / slow)
+    assert config == of_size(SIZES[size]) and line == f"size: {SIZES[size]} (channels x layers) for {length}"
 
 
 @pytest.fixture
@@ -119,7 +122,7 @@ def begin(gpus, monkeypatch):  # noqa: F811
     """begin(argument, ...) -> (status, stderr, config, line of the size, seconds) of a start; .measured: its calls."""
     train, measured = Mock(), []
     for name, value in dict(train=train, Log=lambda config, rt: None,
-                            measure_gpu=lambda fp8: measured.append(fp8) or 1.0,
+                            measure_gpu=lambda fp8: measured.append(fp8) or 0.5,
                             init_runtime=lambda config: Runtime(0, 1, torch.device("cuda", 0))).items():
         monkeypatch.setattr(T, name, value)
     monkeypatch.setattr(T.dist, "destroy_process_group", lambda: None)
@@ -134,16 +137,19 @@ def begin(gpus, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("args, wanted, fits", [
     ("--minutes=0.1", SIZES[0], True), ("--minutes=1", SIZES[1], True), ("--minutes=500", SIZES[3], True),
-    ("--minutes=500", SIZES[0], False), ("", None, True), ("--minutes=5 --model_dim=768", None, True)])
+    ("--minutes=500", SIZES[0], False), ("", None, True), ("--train_tokens=27e6", SIZES[0], True), ("--minutes=5 --model_dim=768", None, True)])
 def test_a_start_measures_and_chooses(begin, args, wanted, fits):
-    """`main` measures the GPU after the ranks have met, and trains the model of the chosen size; where the size is not
-    open, it measures nothing. If no size fits, the smallest is the best try, and one warning says so."""
+    """`main` measures the GPU after the ranks have met if --minutes need it, and trains the model of the chosen size.
+    If no size fits, the smallest is the best try, and one warning says so."""
     begin.gpus.free = 140000 if fits else 3500
     status, err, config, size, time = begin(*args.split())
     assert (status, time) == (0, 60 * config.schedule.minutes) and config.system.micro_batches > 0
     assert (err == "") == fits and err.count("warning") == size.count("does not fit the memory") == (not fits)
-    assert begin.measured == [True] * bool(wanted) and size.startswith(f"size: {wanted} " if wanted else "")  # FP8
+    assert begin.measured == [True] * ("--minutes" in args) and size.startswith(f"size: {wanted} " if wanted else "")
     assert bool(size) == bool(wanted)
+    if wanted or args:  # the batches suit the GPU, too
+        words = ["--preset=single", *args.split(), *(f"--{k}={v}" for k, v in (wanted.knobs if wanted else {}).items())]
+        assert config.schedule.stages == T.parse_config(words, 1, 0.5).schedule.stages
     assert (config.model.model_dim, config.model.depth) == (wanted or SIZES[3])
     assert f"--minutes={config.schedule.minutes:g}" in args or not config.schedule.minutes
 
@@ -170,9 +176,9 @@ def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
     def rows_of(*args):
         return gpus.check("--preset=single", *args)[1]
     rows = rows_of("--minutes=5")
-    assert rows["size"][0].startswith("768 x 11 (channels x layers) for about 300 s; ") and rows["size"][1] == "yes"
+    assert rows["size"][0].startswith("768 x 11 (channels x layers) for 300 s; ") and rows["size"][1] == "yes"
     rows = rows_of("--train_tokens=27e6")
-    assert rows["size"][0].startswith("384 x 4 (channels x layers) for about 7.1 s; the GPUs are worth 1.00 ")
+    assert rows["size"][0] == "384 x 4 (channels x layers) for 27M tokens"
     assert rows["time"][0].startswith("about 0.1 minutes")
     for args, minutes in ([], 5.7), (["--train_tokens=1e8", "--model_dim=768"], 1.7):
         rows = rows_of(*args)
@@ -194,8 +200,21 @@ def test_ranks_take_what_rank_0_measured(monkeypatch):
 
 def test_too_little_memory_to_measure(monkeypatch):
     monkeypatch.setattr(machine, "ceilings", Mock(side_effect=torch.OutOfMemoryError("none")))
-    with pytest.raises(T.UserError, match="too little free memory to measure this GPU; choose the size .*=4"):
+    with pytest.raises(T.UserError, match="too little free memory to measure this GPU for --minutes; free 2.3 GiB, or "):
         machine.measure_gpu(True)
+
+
+def test_table_in_the_readme():
+    """README's sizes and tokens are those of the rule."""
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (1/4|1|5|10|60) \| (\d+ x \d+, .*) \|$", text, re.M)
+    rates = (1490e12, 3010e9), (250e12, 1815e9), (264e12, 897e9), (57e12, 842e9)  # H100, A100, RTX 4090, RTX 3090
+    worths = [(products / 1490e12 * copies / 3010e9) ** 0.5 for products, copies in rates]
+    assert len(rows) == 5
+    for minutes, found in rows:
+        times = [60 * eval(minutes) * worth for worth in worths]
+        wanted = [f"{best_size(time)}, {time / seconds(best_size(time), 1) / 1e6:.0f}M" for time in times]
+        assert [re.match("[^,]*, [^,]*", cell)[0] for cell in found.split(" | ")] == wanted
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a GPU")

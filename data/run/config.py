@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 
 from data import NGRAM_FACTORS
 from data.run.length import (
-    CPU_SECONDS_PER_TOKEN, SHORTEST_RUN, SIZE_KNOBS, Size, h100s, in_steps, momentum_steps, scaled, seconds,
+    BORDERS, CPU_SECONDS_PER_TOKEN, SHORTEST_RUN, SIZE_KNOBS, Size, h100s, in_steps, momentum_steps, scaled, seconds,
     stage_starts, total_tokens, with_steps)
 from data.run.program import UserError
 
@@ -119,7 +119,7 @@ OUTPUT_KNOBS = ("run_label", "log_dir", "plot", "profile", "save", "save_every",
 MAIN_KNOBS = ("minutes", "train_tokens", "model_dim", "depth", "seed", "train_files", "val_files", "save", "resume",
               "init_from", "run_label", "plot")
 # Names that other trainers have for knobs of ours.
-ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr and --adam_lr"),
+ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr, --adam_lr and --table_lr"),
              **dict.fromkeys(("batch_size", "total_batch_size"), "--stage1.batch_tokens, in tokens"),
              **dict.fromkeys(("max_iters", "num_iterations", "num_steps", "steps"), "--scheduled_steps or --minutes"),
              "weight_decay": "--muon_wd and --adam_wd", "n_embd": "--model_dim", "n_head": "--num_heads",
@@ -356,7 +356,7 @@ def help_page(manual, presets, argv, source) -> str:
     others = ", ".join(name for name in presets if name != preset)
     manual = manual.partition("\nContents")[0]  # what follows is for readers of the code
     return (f"{manual}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
-            f" --minutes changes batches, rates and steps.\n\n{knobs}")
+            f" --minutes changes what follows from the length.\n\n{knobs}")
 
 
 # ---- Presets, checkpoints and lengths --------------------------------------------------------------------------------
@@ -374,20 +374,21 @@ def make_config(values, world, presets, gpu=1.0):
         raise UserError(f"--init_from={values['init_from']}: the checkpoint brings its settings; leave out"
                         f" --preset={preset}")
     else:
-        config = begun_config(values, world, presets["record74"].config)
+        config = begun_config(values, world, presets["record74"].config, gpu)
     check_config(config, world, first_step)
     return config
 
 
 def left_open(values, presets) -> tuple[bool, bool]:
     """(whether the size of the model is to suit the length of the run (data/run/length.py), whether the number of
-    n-gram embeddings is to suit the memory of the GPU), both for a preset with a recipe. A preset with layers of its own
-    keeps them."""
+    n-gram embeddings is to suit the memory of the GPU), both for a preset with a recipe. A preset with a size or with
+    layers of its own keeps them."""
     continues, has_length = {"resume", "init_from"} & values.keys(), values.get("minutes") or values.get("train_tokens")
     by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in values)
     preset = presets[values.get("preset", "record")]
-    size_is_open = preset.recipe and preset.config.model.is_wired and has_length and not (
-        by_hand or continues or values.get("device") == "cpu")
+    model = preset.config.model
+    keeps = by_hand or continues or not model.is_wired or Size(model.model_dim, model.depth) not in BORDERS
+    size_is_open = preset.recipe and has_length and not keeps and values.get("device") != "cpu"
     return bool(size_is_open), bool(preset.recipe) and "ngram_rows" not in values and not continues
 
 
@@ -456,7 +457,7 @@ def read_checkpoint(path, default, **knobs):
     return with_knobs(config_from_dict(default, saved["config"]), **knobs), saved["step"]
 
 
-def begun_config(values, world, default):
+def begun_config(values, world, default, gpu):
     """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
     the checkpoint but OUTPUT_KNOBS, with other values, and with the batches, rates and steps of a --train_tokens or
     --minutes. Raises UserError when a value changes the model."""
@@ -468,7 +469,7 @@ def begun_config(values, world, default):
         changed = (f"--{key}" for key in values if key.startswith("layer")
                    or getattr(config.model, key, None) != getattr(saved.model, key, None))
         raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
-    return with_length(saved, values, lambda tokens: scaled(saved, tokens, world), world)
+    return with_length(saved, values, lambda tokens: scaled(saved, tokens, world), world, gpu)
 
 
 def resumed_config(values, preset, world, presets):

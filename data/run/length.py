@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
 
 # The sizes, and the seconds on one H100 up to which each learns most. records/2026-11-29_recipe has the fits of loss
-# and time from which these borders come: on six kinds of GPU, a choice by the fits gains .0007 of loss at most in the
+# and time from which these borders come: on five kinds of GPU, a choice by the fits gains .0007 of loss at most in the
 # mean.
 BORDERS = {Size(384, 4): 17, Size(512, 6): 72, Size(640, 8): 227, Size(768, 11): math.inf}
 # A knob that is set by hand leaves the size as it is if it is one of these, --depth, or that of a layer.
@@ -112,10 +112,11 @@ def scaled(config, tokens, gpus=1.0):
 
 def needed_tokens(config, world) -> float:
     """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
-    less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s and the size is the best."""
-    time = 60 * config.schedule.minutes
-    speed = h100s(1.0, world)
-    return 2.2 * (time / seconds(best_size(time * speed), 1, speed) if time else total_tokens(config.schedule))
+    less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s, and the size is the best one
+    or the config's own, whichever reads more."""
+    time, speed = 60 * config.schedule.minutes, h100s(1.0, world)
+    sizes = best_size(time * speed), Size(config.model.model_dim, config.model.depth)
+    return 2.2 * (time / min(seconds(size, 1, speed) for size in sizes) if time else total_tokens(config.schedule))
 
 
 def with_minutes(config, seconds):

@@ -187,8 +187,8 @@ def measure_gpu(fp8) -> float:
     try:
         limits = ceilings()
     except torch.OutOfMemoryError:
-        raise UserError("too little free memory to measure this GPU; choose the size of the model, for example"
-                        " --model_dim=384 --depth=4") from None
+        raise UserError("too little free memory to measure this GPU for --minutes; free 2.3 GiB, or give --train_tokens"
+                        ) from None
     torch.cuda.empty_cache()
     return ((fp8 and limits["fp8"] or limits["bf16"]) / 1490e12 * limits["copy"] / 3010e9) ** 0.5
 

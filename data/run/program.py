@@ -34,7 +34,7 @@ class NotFinite(UserError):
 def require_finite(value, name):
     """Raises NotFinite when a loss or a weight, a Python float, is nan or inf."""
     if not math.isfinite(value):
-        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
+        raise NotFinite(f"the {name} is {value}: lower --muon_lr, --adam_lr and --table_lr, or check the data")
 
 
 def one_line(error) -> str:

@@ -16,7 +16,7 @@ import torch
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.length import (
-    BORDERS, best_size, h100s, seconds, stage_starts, sum_over_steps, total_tokens)
+    BORDERS, best_size, h100s, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, existing_folder, is_writable, user_error, user_path
@@ -219,18 +219,20 @@ def check_start(config, world, rows_open):
     return config
 
 
-def fit_size(config, parse, world, gpu, device):
-    """(config of the best size for the length of a run, a line that says why, training time in seconds). One GPU leaves
-    out a size that does not fit its memory, but for the smallest. Several GPUs ignore the memory: they must agree, but
-    may differ in what is free.
+def fit_size(config, is_open, parse, world, gpu, device):
+    """(config that suits this GPU, a line about its size or ""): where the size is open, that of the best size for the
+    length of the run. One GPU leaves out a size that does not fit its memory, but for the smallest. Several GPUs ignore
+    the memory: they must agree, but may differ in what is free.
 
-    config: of any size, with the length; parse: function (Size, gpu) -> config; gpu: see `h100s`."""
+    config: of any size, with the length; parse: function (gpu, **knobs of a size) -> config; gpu: see `h100s`."""
     def fits(size):
-        return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
+        return memory_report(settle(parse(gpu, **size.knobs), device, world, False), device, world)[1]
 
+    if not is_open:
+        return parse(gpu), ""
     tokens, time, speed = total_tokens(config.schedule), 60 * config.schedule.minutes, h100s(gpu, world)
     best = best_size(time * speed, tokens)
-    size = next(it for it in reversed(BORDERS) if it == [*BORDERS][0] or it <= best and (world > 1 or fits(it)))
-    time = time or seconds(size, tokens, speed)
-    line = f"size: {size} (channels x layers) for about {round(time, 1):g} s; the GPUs are worth {speed:.2f} H100s"
-    return parse(size, gpu), line + f"; {best} would be better, but does not fit the memory" * (size != best), time
+    size = next(it for it in reversed(BORDERS) if it == min(BORDERS) or it <= best and (world > 1 or fits(it)))
+    length = f"{time:g} s; the GPUs are worth {speed:.2f} H100s" if time else f"{tokens / 1e6:.3g}M tokens"
+    line = f"size: {size} (channels x layers) for {length}"
+    return parse(gpu, **size.knobs), line + f"; {best} would be better, but does not fit the memory" * (size != best)
