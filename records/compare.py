@@ -594,20 +594,33 @@ def plot_run(log: Path) -> Path:
     return picture
 
 
+def training_means(run) -> list[tuple[int, float, float]]:
+    """[(step, seconds, loss)] of about sixty windows of the training losses of a run, of those over all classes."""
+    sampled = re.search(r"^train_loss: over sampled classes up to step (\d+)", run.text, re.M)
+    steps = [step for step in sorted(run.training.keys() & run.ms) if step > int(sampled[1] if sampled else 0)]
+    width = max(1, run.total // 60)
+    return [(last, run.ms[last] / 1000, mean(run.training[step] for step in (*window, last)))
+            for *window, last in (steps[i:i + width] for i in range(0, len(steps), width))]
+
+
 def plot(path: Path, groups, target):
-    """Draws the losses of each run by step and by time into an .svg file, complete or not at all. Raises UserError."""
-    colours = dict(zip(groups, COLOURS * len(groups)))
-    lines = [(colours[label], [(step, run.seconds[step], loss) for step, loss in sorted(run.losses.items())
-                               if math.isfinite(loss)]) for label, runs in groups.items() for run in runs]
-    # The picture omits the first third of a run, where the loss falls from 10.8: it would flatten the rest.
+    """Draws the losses of each run by step and by time into an .svg file, complete or not at all; a run alone with its
+    training losses, paler. Raises UserError."""
+    colours, runs = dict(zip(groups, COLOURS * len(groups))), sum(groups.values(), [])
+    lines = [(f'"{colours[label]}"', [(step, run.seconds[step], loss) for step, loss in sorted(run.losses.items())])
+             for label, each in groups.items() for run in each]
+    lines += [(f'"{COLOURS[0]}" stroke-opacity="0.4"', training_means(run)) for run in runs if len(runs) == 1]
+    lines = [(colour, [point for point in points if math.isfinite(point[2])]) for colour, points in lines]
+    # The picture omits the first twentieth of a run, of several a third, where the loss falls from 10.8: it would
+    # flatten the rest.
     longest = max((step for _, points in lines for step, *_ in points), default=0)
-    late = [point for _, points in lines for point in points if 3 * point[0] >= longest]
+    late = [point for _, points in lines for point in points if (20 if len(runs) == 1 else 3) * point[0] >= longest]
     if path.suffix != ".svg" or not late:
         raise UserError(f"--plot={path}: " + ("there are no losses to draw" if path.suffix == ".svg" else "draws .svg"))
     *axes, (low, high) = ((min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late))
     low, high = low - (high - low) / 20, high + (high - low) / 20
     out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1060 400" font-family="sans-serif" font-size="15">',
-           '<rect width="1060" height="400" fill="white"/>', '<text x="8" y="30">validation loss</text>']
+           '<rect width="1060" height="400" fill="white"/>', f'<text x="8" y="30">validation loss{"; paler: training loss" * (len(lines) > len(runs))}</text>']
 
     def text(x, y, label, anchor="middle"):
         out.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{label}</text>')
@@ -631,7 +644,7 @@ def plot(path: Path, groups, target):
         if target and low < target < high:
             draw([place(start, target), place(end, target)], 'stroke="black" stroke-dasharray="6 4"')
         for colour, points in lines:
-            style = f'stroke="{colour}" stroke-width="2" stroke-linecap="round" clip-path="url(#panel{i})"'
+            style = f'stroke={colour} stroke-width="2" stroke-linecap="round" clip-path="url(#panel{i})"'
             # A line of no length with round ends is a dot: that of a single loss.
             draw([place(point[i], point[2]) for point in points[:1] + points], style)
         draw([(left, 48), (left, 348), (left + 460, 348)], 'stroke="black"')

@@ -505,6 +505,12 @@ def test_plot(call):
     call("c.txt", "--plot=p.svg")
     dots = re.findall(r'points="(\S+) (\S+)"[^>]* stroke-linecap="round"', Path("p.svg").read_text())
     assert len(dots) == 2 and all(start == end for start, end in dots)  # a single loss
+    sampled = "train_loss: over sampled classes up to step 60, which makes it lower than a val_loss\n"
+    write("d.txt", sampled, steps({0: 9.0, 120: 3.2}))
+    call("d.txt", "--plot=p.svg")  # alone: with its training losses over all classes, in means of two
+    pale = re.findall(r'points="([^"]*)"[^>]*stroke-opacity="0.4"', Path("p.svg").read_text())
+    heights = [float(point.split(",")[1]) for point in pale[0].split()[1:]]
+    assert len(pale) == 2 and len(heights) == 30 and heights[0] < heights[-1]  # (5.61 + 5.62) / 2 and (5.119 + 5.12) / 2
 
 
 def test_script():

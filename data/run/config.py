@@ -84,7 +84,7 @@ class System:
     cuda_graphs: bool = True  # replay each micro-step and each update as a CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
-    plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
+    plot: bool = False  # at the end, draw the losses of validation and training into an .svg file beside the log
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
     save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
