@@ -583,7 +583,8 @@ def track_target(groups) -> float | None:
 def ticks(low: float, high: float) -> list[float]:
     """Four to ten round numbers."""
     rough = (high - low) / 4
-    unit = max(m * 10 ** e for e in [math.floor(math.log10(rough))] for m in (1, 2, 5) if m * 10 ** e <= rough)
+    power = math.floor(math.log10(rough))  # which rounding may have made one too large
+    unit = max(m * 10 ** e for e in (power - 1, power) for m in (1, 2, 5) if m * 10 ** e <= rough)
     return [i * unit for i in range(math.ceil(low / unit - 1e-9), math.floor(high / unit + 1e-9) + 1)]
 
 

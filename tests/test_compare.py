@@ -493,6 +493,7 @@ def test_diff(call):
 
 def test_plot(call):
     """Each run by step and by time."""
+    assert 4 <= len(compare.ticks(0.11, 0.15)) <= 10  # a fourth of this range is a little less than .01
     for name, losses in ("a_1", (9.0, 4.2, 3.2)), ("a_2", (9.0, 4.3, 3.3)), ("b_1", (9.0, 4.0, 3.2)), (
             "b_2", (9.0, 4.5, math.nan)):
         write(f"{name}.txt", steps(dict(zip((0, 10, 20), losses))))
