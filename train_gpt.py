@@ -263,7 +263,7 @@ class Optim:
     table_lr: Rate = 0.008  # of the tables of values and n-grams, times lr_mul
     adam_eps: Annotated[float, Bounds(1e-30, 1)] = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
-    # Tables are updated in every second step. Updates in every step want .84 of the rate (records/2026-11-27_learning).
+    # Tables are always updated in every second step. With 1, take .84 of the adam_lr for 2 (2026-11-27_learning).
     adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step or in every second one
     # The n-gram embeddings (--ngram_rows) are always updated so.
     lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped

@@ -1986,7 +1986,7 @@ class Fp8Mlps(WeightCodes):
 # per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
-# One launch, half of its programs for dq and half for dk, as in section 2.
+# Half of the programs of one launch compute dq, half dk, as in section 2.
 # Pointer with a sentinel: Merity et al., arXiv 1609.07843; as a head: NathanGodey, yoavartzi (PR 379).
 
 # The arguments of `pointer` that do not depend on the targets.
@@ -3624,8 +3624,8 @@ IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
-#   src (M, N), dst (N, M), any strides. The library walks over one side with a stride; this kernel transposes tiles on
-#   chip.
+#   src (M, N), dst (N, M), any strides. The library walks over one side with a stride; this kernel transposes
+#   tiles on chip.
 # ChrisJMcCormick used transposes on the tied head (PR 233); samacqua made their tiles larger (PR 240).
 
 TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64

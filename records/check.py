@@ -17,9 +17,8 @@ from data.run.memory import fit_memory
 from data.run.program import UserError
 
 
-def expected_time(config, world, gpu):
-    """(a line about the expected training time, whether it could be estimated). gpu: how many H100s the GPU is worth,
-    if it was measured."""
+def expected_time(config, world):
+    """(a line about the expected training time, whether it could be estimated)."""
     schedule, model = config.schedule, config.model
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
@@ -29,7 +28,7 @@ def expected_time(config, world, gpu):
         return (f"{CPU_SECONDS_PER_TOKEN * total_tokens(schedule) / 60:.1f} minutes on two cores of an AMD EPYC for a"
                 " model like that of --preset=cpu; this CPU was not measured"), True
     try:
-        speed = h100s(gpu or measure_gpu(fp8=config.system.fp8_mlp), world)
+        speed = h100s(measure_gpu(fp8=config.system.fp8_mlp), world)
     except UserError:
         return "not measured: too little memory of the GPU is free", False
     minutes = seconds(Size(model.model_dim, model.depth), total_tokens(schedule), speed) / 60
@@ -47,13 +46,13 @@ def check_table(config, world, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
     fit: None, or function (H100s that the GPU is worth, device) -> (config that suits it, a line about its size).
     rows_open: see `fit_memory`."""
-    columns, status, more, gpu = "{:<15} | {:<90} | {}", 0, {}, 0.0
+    columns, status, more = "{:<15} | {:<90} | {}", 0, {}
     with suppress(UserError):  # the rows "device", "kernels" and "memory" report it
         device = find_device(config)
         if fit and device.type == "cuda":
             try:
-                gpu = measure_gpu(fp8=config.system.fp8_mlp) if config.schedule.minutes else 0.0
-                config, line = fit(gpu or 1.0, device)
+                gpu = measure_gpu(fp8=config.system.fp8_mlp) if config.schedule.minutes else 1.0
+                config, line = fit(gpu, device)
                 size = line.removeprefix("size: "), True
             except UserError as error:
                 size = str(error), False
@@ -68,7 +67,7 @@ def check_table(config, world, fit, rows_open, show) -> int:
         more |= {"training data": partial(with_shards, start.survey_training_data, "train"),
                  "validation data": partial(with_shards, start.survey_validation_data, "val")}
     if show:
-        more["time"] = lambda *run: expected_time(config, world, gpu)
+        more["time"] = lambda *run: expected_time(config, world)
         print(columns.format("what", "found", "ok?"))
     for name, check in start.checks_of(config, **more).items():
         try:

@@ -608,20 +608,23 @@ def plot(path: Path, groups, target):
     """Draws the losses of each run by step and by time into an .svg file, complete or not at all; a run alone with its
     training losses, paler. Raises UserError."""
     colours, runs = dict(zip(groups, COLOURS * len(groups))), sum(groups.values(), [])
+    alone, title = len(runs) == 1, "validation loss"
     lines = [(f'"{colours[label]}"', [(step, run.seconds[step], loss) for step, loss in sorted(run.losses.items())])
              for label, each in groups.items() for run in each]
-    lines += [(f'"{COLOURS[0]}" stroke-opacity="0.4"', training_means(run)) for run in runs if len(runs) == 1]
+    if alone:
+        lines.append((f'"{COLOURS[0]}" stroke-opacity="0.4"', training_means(*runs)))
+        title += "; paler: training loss"
     lines = [(colour, [point for point in points if math.isfinite(point[2])]) for colour, points in lines]
     # The picture omits the first twentieth of a run, of several a third, where the loss falls from 10.8: it would
     # flatten the rest.
     longest = max((step for _, points in lines for step, *_ in points), default=0)
-    late = [point for _, points in lines for point in points if (20 if len(runs) == 1 else 3) * point[0] >= longest]
+    late = [point for _, points in lines for point in points if (20 if alone else 3) * point[0] >= longest]
     if path.suffix != ".svg" or not late:
         raise UserError(f"--plot={path}: " + ("there are no losses to draw" if path.suffix == ".svg" else "draws .svg"))
     *axes, (low, high) = ((min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late))
     low, high = low - (high - low) / 20, high + (high - low) / 20
     out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1060 400" font-family="sans-serif" font-size="15">',
-           '<rect width="1060" height="400" fill="white"/>', f'<text x="8" y="30">validation loss{"; paler: training loss" * (len(lines) > len(runs))}</text>']
+           '<rect width="1060" height="400" fill="white"/>', f'<text x="8" y="30">{title}</text>']
 
     def text(x, y, label, anchor="middle"):
         out.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{label}</text>')
@@ -629,7 +632,7 @@ def plot(path: Path, groups, target):
     def draw(points, style):
         out.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none" {style}/>')
 
-    for i, (left, title) in enumerate(((60, "step"), (585, "seconds inside the clock"))):  # each panel is 460 x 300
+    for i, (left, axis) in enumerate(((60, "step"), (585, "seconds inside the clock"))):  # each panel is 460 x 300
         start, end = axes[i]
 
         def place(x, y):
@@ -641,7 +644,7 @@ def plot(path: Path, groups, target):
             text(left - 6, place(start, y)[1] + 5, f"{y:g}", "end")
         for x in ticks(start, end):
             text(place(x, low)[0], 368, f"{x:g}")
-        text(left + 230, 390, title)
+        text(left + 230, 390, axis)
         if target and low < target < high:
             draw([place(start, target), place(end, target)], 'stroke="black" stroke-dasharray="6 4"')
         for colour, points in lines:

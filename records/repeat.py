@@ -5,8 +5,8 @@
     ./run.sh --repeat 3 --muon_lr=.02,.023,.026                               nine runs: a search over a knob's values
     ./run.sh --race --minutes=1                                               record 74's settings against ours
 
-The labels take turns, so that a drift of the machine cancels. With --parallel each GPU has a queue of runs, in which the
-labels take turns, too.
+The labels take turns, so that a drift of the machine cancels. With --parallel each GPU has a queue of runs, and the
+labels take turns in it.
 The runs of a GPU, or of a CPU, share one process, which starts once (`serve` in data/run/program.py). A run of several
 processes, and a run after a failed one, starts its own. A run that fails ends alone. The logs are those that processes
 of their own would have written, but for the seconds of the start. Needs only Python's standard library.

@@ -221,7 +221,8 @@ def test_expected_minutes(gpus):
     """In proportion to the tokens, and twice the time on a GPU of half the rates; record 74 has another step."""
     def minutes(slower, *args, ranks=1):
         config = T.parse_config(args, ranks)
-        text, _ = C.expected_time(config, ranks, H200 / slower)
+        gpus.gpu = H200 / slower
+        text, _ = C.expected_time(config, ranks)
         return float(re.match(r"about ([\d.]+) minutes|not known for this model", text)[1] or 0)
     assert (minutes(1, "--preset=single"), minutes(1, "--preset=single", ranks=2)) == (4.8, 2.6)
     assert (minutes(2, "--preset=single"), minutes(1, "--preset=record74")) == (9.5, 0)

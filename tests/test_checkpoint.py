@@ -73,8 +73,8 @@ def differing(path, other):
 
 
 def test_a_plot_at_the_end(corpus, tmp_path, monkeypatch):
-    """A picture with a point for each validation, and with training losses; if it cannot be drawn, the results are there
-    and one line says so."""
+    """A picture with a point for each validation, and with training losses. If it cannot be drawn, the results are
+    there, and one line says so."""
     def plot(path, groups, target):
         ((run,),) = groups.values()
         assert run.finished and run.losses and target is None  # the tokens are bytes

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -137,7 +138,8 @@ def begin(gpus, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("args, wanted, fits", [
     ("--minutes=0.1", SIZES[0], True), ("--minutes=1", SIZES[1], True), ("--minutes=500", SIZES[3], True),
-    ("--minutes=500", SIZES[0], False), ("", None, True), ("--train_tokens=27e6", SIZES[0], True), ("--minutes=5 --model_dim=768", None, True)])
+    ("--minutes=500", SIZES[0], False), ("", None, True), ("--train_tokens=27e6", SIZES[0], True),
+    ("--minutes=5 --model_dim=768", None, True)])
 def test_a_start_measures_and_chooses(begin, args, wanted, fits):
     """`main` measures the GPU after the ranks have met if --minutes need it, and trains the model of the chosen size.
     If no size fits, the smallest is the best try, and one warning says so."""
@@ -200,7 +202,8 @@ def test_ranks_take_what_rank_0_measured(monkeypatch):
 
 def test_too_little_memory_to_measure(monkeypatch):
     monkeypatch.setattr(machine, "ceilings", Mock(side_effect=torch.OutOfMemoryError("none")))
-    with pytest.raises(T.UserError, match="too little free memory to measure this GPU for --minutes; free 2.3 GiB, or "):
+    line = "too little free memory to measure this GPU for --minutes; free 2.3 GiB, or "
+    with pytest.raises(T.UserError, match=line):
         machine.measure_gpu(True)
 
 
@@ -212,7 +215,7 @@ def test_table_in_the_readme():
     worths = [(products / 1490e12 * copies / 3010e9) ** 0.5 for products, copies in rates]
     assert len(rows) == 5
     for minutes, found in rows:
-        times = [60 * eval(minutes) * worth for worth in worths]
+        times = [float(60 * Fraction(minutes)) * worth for worth in worths]
         wanted = [f"{best_size(time)}, {time / seconds(best_size(time), 1) / 1e6:.0f}M" for time in times]
         assert [re.match("[^,]*, [^,]*", cell)[0] for cell in found.split(" | ")] == wanted
 

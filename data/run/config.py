@@ -347,11 +347,12 @@ def help_page(manual, presets, argv, source) -> str:
         lines[name] = f"{lines[name]} {render(value)}" if name in lines else f"  --{name}={render(value)}"
         if key == f"layer{config.model.depth - 1}":
             lines |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(value)}
-    groups = {"What most runs set": [], **{name.capitalize(): [] for name in vars(config)}}
-    sections = {key: name.capitalize() for name, section in vars(config).items() for key in vars(section)}
+    titles = {key: name.capitalize() for name, section in vars(config).items() for key in vars(section)}
+    titles |= dict.fromkeys(MAIN_KNOBS, first := "What most runs set")
+    groups = {title: [] for title in (first, *map(str.capitalize, vars(config)))}
     for name, line in lines.items():
-        group = "What most runs set" if name in MAIN_KNOBS else sections[re.sub("^(layer|stage).*", r"\1s", name)]
-        groups[group].append(f"{line:<46}  {comments.get(name.split('.')[-1], '')}".rstrip())
+        rows = groups[titles[re.sub("^(layer|stage).*", r"\1s", name)]]
+        rows.append(f"{line:<46}  {comments.get(name.split('.')[-1], '')}".rstrip())
     knobs = "\n\n".join("\n".join([f"{title}:", *rows]) for title, rows in groups.items())
     others = ", ".join(name for name in presets if name != preset)
     manual = manual.partition("\nContents")[0]  # what follows is for readers of the code

@@ -190,7 +190,8 @@ def measure_gpu(fp8) -> float:
         raise UserError("too little free memory to measure this GPU for --minutes; free 2.3 GiB, or give --train_tokens"
                         ) from None
     torch.cuda.empty_cache()
-    return ((fp8 and limits["fp8"] or limits["bf16"]) / 1490e12 * limits["copy"] / 3010e9) ** 0.5
+    products = fp8 and limits["fp8"] or limits["bf16"]
+    return (products / 1490e12 * limits["copy"] / 3010e9) ** 0.5  # the rates of an H100, in FP8
 
 
 def require_equal_ranks(rt, config, sources: dict):

@@ -18,7 +18,7 @@ from data.run.program import LESS_MEMORY, UserError
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
-MOST_TABLE = 2**34  # bytes of the n-gram table, unless you ask for more: 16 million rows of 512 channels
+MOST_TABLE = 2**34  # bytes of the n-gram table, unless you ask for more (records/2026-11-29_recipe)
 
 
 def most_few_rows(config) -> int:
