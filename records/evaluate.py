@@ -26,13 +26,14 @@ import numpy as np
 import torch
 
 import triton_kernels as kernels
+from data import NGRAM_FACTORS
 from data.loader import ValidationData
 from data.run.config import flatten, read_options, render
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
 from data.shards import Shards, data_root
 from data.tokenizer import text_codec
-from train_gpt import RECORD74, load_model, summed_loss
+from train_gpt import NARROW_SCALE, RECORD74, SIGN_FACTORS, load_model, rotary_states, summed_loss
 from train_gpt import validate as mean_loss
 
 
@@ -161,25 +162,60 @@ def hellaswag(model, config, attention, path):
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
 
-def export(model, config, path):
-    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors. The random
-    signs of n-grams, which are the same for all models of one width, are not among them (`GPT.__init__`).
+READER = Path(__file__).with_name("plain_gpt.py")
+
+
+def wiring(config, attention) -> dict:
+    """What the reader must know beside the weights, for JSON. attention: AttentionSettings of the final validation."""
+    model, layers, networks = config.model, [], config.model.dynamic_sizes
+    for i, layer in enumerate(model.layers):
+        windows = [s.short_window if layer.narrow else s.long_window for s in config.schedule.stages]
+        frequencies, scale = rotary_states(model.head_dim, windows, NARROW_SCALE if layer.narrow else 0.1)[-1]
+        layers.append(vars(layer) | dict(
+            window=attention.long_window if layer.long else attention.short_window, scale=scale,
+            frequencies=frequencies.tolist(), dynamic=[(*key, size) for key, size in networks.get(i, {}).items()]))
+    return dict(layers=layers, num_heads=model.num_heads, separator=model.bos_id, backout_layer=model.backout_layer,
+                pointer_window=attention.pointer_window, ngrams=model.ngrams, ngram_factors=NGRAM_FACTORS,
+                sign_factors=(1, *SIGN_FACTORS),
+                tokenizer={257: "bytes", 50257: "gpt2"}.get(model.vocab_size, "unknown"))
+
+
+def unreadable(model) -> str:
+    """What of this model the reader does not know."""
+    source = READER.read_text(encoding="utf-8")
+    unknown = [f"the parameter {label}" for label in model.state_dict() if f'"{label}"' not in source]
+    return ", ".join(unknown + ["two lanes"] * bool(model.config.layers_with("two_lanes")))
+
+
+def export(model, config, attention, path):
+    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors; and copies the
+    reader, plain_gpt.py, beside them. For the reader the file also has `wiring`, as JSON, and the signs of n-grams.
 
     The format, little-endian: length of the header (8 bytes); the header (JSON, padded with spaces to a multiple of 8);
     the tensors.
     """
-    names, weights = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}, model.state_dict()
+    path, unknown, weights = user_path(path), unreadable(model), model.state_dict()
+    metadata = {key: render(value) for key, value in flatten(config).items()}
+    if not unknown:
+        metadata["wiring"] = json.dumps(wiring(config, attention))
+        weights |= {"signs": model.signs.to(torch.int8)} if config.model.bigram_signs else {}
+    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.int8: "I8"}
     ends = [0, *accumulate(x.nbytes for x in weights.values())]
     header = {label: {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
               for (label, x), start, end in zip(weights.items(), ends, ends[1:])}
-    header["__metadata__"] = {key: render(value) for key, value in flatten(config).items()}
-    text = json.dumps(header).encode()
+    text = json.dumps(header | {"__metadata__": metadata}).encode()
     text += b" " * (-len(text) % 8)
-    with atomic_write(user_path(path)) as file:
+    with atomic_write(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in weights.values():
             file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     print(f"exported: {path}", flush=True)
+    if unknown:
+        print(f"no reader: {READER.name} does not know {unknown}", flush=True)
+    else:
+        with atomic_write(path.with_name(READER.name)) as file:
+            file.write(READER.read_bytes())
+        print(f"reader: {path.with_name(READER.name)}", flush=True)
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
@@ -197,7 +233,7 @@ def main(argv) -> int:
         options, knobs = read_options(argv, {"hellaswag": "", "export": "", "validate": True}, {}, flatten(RECORD74))
         config, model, attention = load_model(path, knobs)
         if options["export"]:
-            export(model, config, options["export"])
+            export(model, config, attention, options["export"])
         if options["validate"]:
             validate(model, config, attention)
         if options["hellaswag"]:
