@@ -183,7 +183,7 @@ def read_safetensors(path):
     """({name: tensor}, {name: text}) of a file. It has the size of the header (8 bytes), the header (JSON), and the
     tensors, which stay on the disk until they are used."""
     dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "I8": torch.int8}
-    data = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
+    data = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
     size = 8 + data[:8].view(torch.int64).item()
     header, data = json.loads(bytes(data[8:size].tolist())), data[size:]
     metadata = header.pop("__metadata__")

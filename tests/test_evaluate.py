@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import runpy
 import struct
 import sys
 import urllib.error
@@ -20,6 +21,7 @@ import torch
 
 import oracles
 import train_gpt as T
+from data.loader import make_batch
 from data.run import sample as sampling
 from data.run.config import flatten, with_knobs
 from data.run.program import UserError
@@ -42,17 +44,23 @@ def trained(corpus, tmp_path_factory):
     return run
 
 
+def scrambled(model):
+    """The model with random parameters, so that each of them matters and a token depends on all tokens before it."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for label, param in model.named_parameters():
+            size = 0.5 if param.dtype == torch.float32 else 1.0 if "gate" in label else model.embed.size(1)**-0.5
+            param.copy_(size * torch.randn(param.shape, generator=generator))
+        model.lm_head[:, model.config.gate_id or 0] *= 8
+    if model.config.bigram_normal:
+        model.hash_ids.random_(99, generator=generator)
+    return model
+
+
 @pytest.fixture(scope="module")
 def eloquent(trained):
-    """The same with other weights, so that the model says many things: a token depends on all tokens before it."""
-    model, generator = copy.deepcopy(trained.model), torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.dtype == torch.bfloat16:
-                param.add_(torch.randn(param.shape, generator=generator), alpha=1.0 if param.ndim == 2 else 0.1)
-        model.smear_lambda.fill_(0.8)
-        model.bigram_lambdas.fill_(0.3)
-    return SimpleNamespace(config=trained.config, model=model, attention=trained.attention)
+    """The same with a model that says many things."""
+    return SimpleNamespace(**vars(trained) | {"model": scrambled(copy.deepcopy(trained.model))})
 
 
 def oracle(model, *rows):
@@ -131,7 +139,7 @@ def test_tokenizers(monkeypatch):
 def evaluate(trained, capsys, *args):
     """{key: value} of what the command prints."""
     assert E.main([trained.checkpoint, "--device=cpu", *args]) == 0, capsys.readouterr().err
-    return dict(re.findall(r"^(\w+): (.*)$", capsys.readouterr().out, re.M))
+    return dict(re.findall(r"^([\w ]+): (.*)$", capsys.readouterr().out, re.M))
 
 
 def test_validation_is_that_of_the_run(trained, corpus, tmp_path, capsys, monkeypatch):
@@ -220,9 +228,10 @@ def test_errors_are_one_line(trained, tmp_path, monkeypatch, args, message):
 
 
 def test_export(trained, tmp_path, capsys):
-    """All weights, bit for bit, and the config, by the published description of the format."""
+    """All weights, bit for bit, and the config, by the published description of the format. No reader for two lanes."""
     path = tmp_path / "new" / "model.safetensors"
-    assert evaluate(trained, capsys, f"--export={path}", "--validate=false") == {"exported": str(path)}
+    assert evaluate(trained, capsys, f"--export={path}", "--validate=false") == {
+        "exported": str(path), "no reader": "plain_gpt.py does not know two lanes"}
     content, end = path.read_bytes(), 0
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8:8 + length]), content[8 + length:]
@@ -235,3 +244,43 @@ def test_export(trained, tmp_path, capsys):
         assert data[begin:end] == x.view(-1).view(torch.uint8).numpy().tobytes()
     assert end == len(data) and metadata.keys() == flatten(trained.config).keys()
     assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"
+    assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("args", [
+    "--preset=cpu --ngram_rows=60,200,0,500",
+    "--preset=single --model_dim=192 --ngram_rows=60,500 --device=cpu --dtype=float32 --micro_batches=1",
+    "--preset=cpu --model_dim=192 --ngram_rows=0 --bigram_tables=2 --bigram_signs=false --pointer=false --layer0=narrow"
+    " --backout_layer=none --layer1.skip_from=0 --layer2=attention=false --layer3=value_embed"])
+def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
+    """It computes the same in a document longer than all windows, whatever the parameters are, needs no module of ours,
+    continues a text as --sample does, and does not come with a model that it does not know."""
+    prompt, windows = "The " * 25, "--stage4.short_window=9 --stage4.long_window=25 --final_window=40"
+    config = with_knobs(T.parse_config([*args.split(), *windows.split(), "--stage4.max_doc_len=80"]),
+                        sample_tokens=9, sample_prompt=prompt)
+    cpu, N, rows = torch.device("cpu"), 144, [*range(9), *range(9, 144, 15)]
+    model = scrambled(T.GPT(config.model, T.kernels.choose_ops(cpu, "torch")[0], torch.float32, cpu))
+    tokens = np.array([config.model.bos_id, *np.random.default_rng(0).integers(0, 30, N)])
+    batch = make_batch(tokens, np.array([0, N, N], np.int32), config, cpu, sampling.hash_ids(model))
+    attention = T.attention_settings(config, cpu, model.dtype)[-1]
+    with torch.no_grad():
+        output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention)
+        want = torch.stack([sampling.log_probabilities(model, output, row) for row in rows])
+
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))
+    monkeypatch.setattr(E, "load_model", lambda path, knobs: (config, model, attention))
+    file, reader = (str(tmp_path / name) for name in ("model.safetensors", "plain_gpt.py"))
+    assert E.main(["", f"--export={file}", "--validate=false"]) == 0
+    monkeypatch.setattr(sys, "argv", [reader, file, prompt, "9"])
+    plain, text = runpy.run_path(reader, run_name="__main__"), "".join(sample(model, config, attention))
+    said = f"exported: {file}\nreader: {reader}\n{text}\n"
+    assert capsysbinary.readouterr().out.decode(errors="replace") == said
+    got = plain["Model"](file)(batch.tokens.long())[rows]
+    # fp32 in another order: 
+    torch.testing.assert_close(got, want[:, :config.model.vocab_size], rtol=0, atol=5e-5)
+    modules = re.findall(r"^ *(?:import|from) (\w+)", E.READER.read_text(), re.M)
+    assert {*modules} - sys.stdlib_module_names == {"torch", "tiktoken"}
+    with pytest.raises(SystemExit, match=r"^error: \S+ is no export for this program \(.*\)$"):
+        plain["main"](reader)
+    model.register_parameter("gain", torch.nn.Parameter(torch.zeros(1)))
+    assert E.unreadable(model) == "the parameter gain"
