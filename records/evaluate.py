@@ -1,4 +1,5 @@
-"""Evaluate a checkpoint: validation loss, bits per byte, HellaSwag; export weights for other programs.
+"""Evaluate a checkpoint: validation loss, bits per byte, HellaSwag. Export its weights for other programs, beside a
+program that reads them.
 
     python records/evaluate.py CHECKPOINT [--hellaswag[=FILE]] [--export=FILE.safetensors] [--validate=false]
 

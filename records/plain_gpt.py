@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
@@ -39,7 +40,7 @@ def weighted(factors, streams):
 
 
 class Model:
-    """path: of an export. A file of another kind raises some exception."""
+    """path: of an export. Another file raises an error of some kind."""
 
     def __init__(self, path):
         w, self.settings = read_safetensors(path)
@@ -52,16 +53,11 @@ class Model:
             w[name] = w[name].bfloat16().float()  # training reads these rounded
         if "value_embeds" in w:
             w["value_embeds"] = w["value_embeds"].view(-1, *w["embed"].shape)
-        self.factors, xsa = {}, iter(w.get("xsa_lambdas", ()))  # learned factors (n,) by place and name
-        for i, layer in enumerate(self.layers):
-            self.factors |= {(i, "x0"): w["x0_lambdas"][i:i + 1], (i, "bigram"): w["bigram_lambdas"][i:i + 1]}
-            self.factors |= {(i, "xsa"): next(xsa)} if layer.xsa else {}
-            if layer.mix:
-                self.factors |= {(i, "mix"): w["mix_lambdas"][:6], (len(self.layers), "mix"): w["mix_lambdas"][6:]}
 
     @torch.no_grad()
     def __call__(self, tokens):
-        w, factors, end, backout = self.w, dict(self.factors), len(self.layers), self.wiring.backout_layer
+        """The log-probabilities (T, V) fp32 of every next token; tokens (T,) int64."""
+        w, backout, end = self.w, self.wiring.backout_layer, len(self.layers)
         bank = functools.cache(lambda name: iter(w[name]))  # next(bank(name)): the weights of one layer after another
 
         # The stream x (T, D) begins with the token, some of the token before, and the n-grams that end here.
@@ -69,42 +65,47 @@ class Model:
         gate = w["smear_lambda"] * torch.sigmoid(e[:, :GATE] @ w["smear_gate"].T)
         x = x0 = norm(e + gate * previous(e))
         before_mlp, after, first_ve = [], [], None  # the streams in all layers
+        more = defaultdict(int)  # what networks add to learned factors: by place and name, 0 or (T, number of factors)
         for i, layer in enumerate(self.layers):
-            if layer.dynamic:  # a network changes factors from here on, for each token: they become (T, n)
+            if layer.dynamic:  # the network of this layer and the next ones
                 hidden = F.gelu(x @ next(bank("dynamic_in")).T)
                 for place, name, count in layer.dynamic:
                     out = torch.stack([next(bank("dynamic_out")) for _ in range(count)])
-                    factors[place, name] = factors[place, name] + 0.1 * hidden @ out.T
+                    more[place, name] = 0.1 * hidden @ out.T
+            for_x0, for_ngrams = w["x0_lambdas"][i] + more[i, "x0"], w["bigram_lambdas"][i] + more[i, "bigram"]
             if i == 0:
-                x = first = x + factors[0, "bigram"] * ngrams
-            if layer.skip_from is not None:  # add the stream of an earlier layer
+                x = first = x + for_ngrams * ngrams
+            if layer.skip_from is not None:  # add the stream as it was in an earlier layer
                 gate = torch.sigmoid(x0[:, :GATE] @ next(bank("skip_gate")))[:, None]
                 x = x + 2 * torch.sigmoid(next(bank("skip_lambda"))) * gate * before_mlp[layer.skip_from]
             ve = next(bank("value_embeds"))[tokens].float() if layer.value_embed else None
             if layer.mix:  # add earlier streams to the value embeddings and to the stream
-                before_mix, streams, (for_ve, for_x) = x, (first, after[backout], x), factors[i, "mix"].split(3, -1)
+                before_mix, streams = x, (first, after[backout], x)
+                for_ve, for_x = (w["mix_lambdas"][:6] + more[i, "mix"]).split(3, -1)
                 ve, x = ve + weighted(for_ve, streams), x + weighted(for_x, streams)
             first_ve = ve if first_ve is None else first_ve
 
-            (into, out), (keep, keep_at_mlp) = w["sa_lambdas"][i], w["resid_lambdas"][i]
+            keep, keep_at_mlp = w["resid_lambdas"][i]
             if layer.attention or layer.skip_from is None:  # add the embeddings again
-                source, x = x, keep * x + factors[i, "x0"] * x0 + (factors[i, "bigram"] * ngrams if i else 0)
+                source, x = x, keep * x + for_x0 * x0 + (for_ngrams * ngrams if i else 0)
             if layer.attention:
                 source = norm(source if layer.input_from is None else after[layer.input_from])
-                x = x + out * self.attention(layer, bank, source, ve, into, factors.get((i, "xsa")))
+                x = x + self.attention(i, bank, source, ve, more[i, "xsa"])
             before_mlp.append(x)
-            up, down = next(bank("mlp_bank"))
+            up, down = next(bank("mlp_bank"))  # (F, D), F the width of the MLP
             x = keep_at_mlp * x + w["post_lambdas"][i] * (norm(x) @ up.T).relu().square() @ down
             after.append(x)
 
+        # The head reads what is left without a middle layer's stream, and with earlier streams.
         if backout is not None:
             x = x - w["backout_lambda"] * after[backout]
-        if (end, "mix") in factors:
+        if "mix_lambdas" in w:
             skips = [before_mlp[i] for i in sorted({layer.skip_from for layer in self.layers} - {None})]
-            x = x + weighted(factors[end, "mix"], (first, after[backout], before_mix, first_ve, *skips))
+            streams = first, after[backout], before_mix, first_ve, *skips
+            x = x + weighted(w["mix_lambdas"][6:] + more[end, "mix"], streams)
         h = norm(x)
         p = (23 * torch.sigmoid((h @ w["lm_head"] + 5) / 7.5)).softmax(1)
-        return (self.copy(h, tokens, p) if "pointer_weights" in w else p)[:, :self.separator + 1].log()
+        return (self.pointer(h, tokens, p) if "pointer_weights" in w else p)[:, :self.separator + 1].log()
 
     def ngrams(self, tokens):
         """The sum of the embeddings of the n-grams that end at each token (T, D). A hash of the n-gram picks a row of
@@ -127,20 +128,20 @@ class Model:
             total, start = total + embedding, start + rows
         return total
 
-    def attention(self, layer, bank, x, ve, into, xsa):
-        """The result of attention (T, D). x (T, D): the normed stream; ve: value embeddings (T, D) or None; into: a
-        number; xsa: for each head a number (H,), (T, H) or None."""
-        T, H = len(x), self.wiring.num_heads
-        qk = next(bank("narrow_qk_bank" if layer.narrow else "qk_bank")).flatten(0, -2)  # narrow: q and k have d/2
-        values, out = next(bank("vo_bank"))
-        q, k = (norm(u.view(T, H, -1)) for u in (into * x @ qk.T).chunk(2, 1))
-        v = (into * x @ values.T).view(T, H, -1)
+    def attention(self, i, bank, x, ve, more):
+        """What the attention of layer i adds to the stream (T, D). x (T, D): the normed stream; ve: value embeddings
+        (T, D) or None; more: what a network adds to its factors of XSA, 0 or (T, H)."""
+        layer, T, H = self.layers[i], len(x), self.wiring.num_heads
+        qk = next(bank("narrow_qk_bank" if layer.narrow else "qk_bank")).flatten(0, -2)  # narrow: heads of d/2
+        (values, out), (for_in, for_out) = next(bank("vo_bank")), self.w["sa_lambdas"][i]
+        q, k = (norm(u.view(T, H, -1)) for u in (for_in * x @ qk.T).chunk(2, 1))
+        v = (for_in * x @ values.T).view(T, H, -1)
         if ve is not None:
             read = x[:, :GATE] if layer.paired else torch.cat((x[:, :GATE // 2], ve[:, :GATE // 2]), 1)
             v = v + 2 * torch.sigmoid(read @ next(bank("ve_gate_bank")).T)[..., None] * ve.view(v.shape)
 
-        # Rotary: pairs in the first d/2 channels turn with the position. In a paired layer odd heads turn half a token
-        # further.
+        # Rotary: pairs of the first d/2 channels turn with the position. In a paired layer, odd heads turn as half a
+        # token later.
         half, position = v.size(-1) // 2, torch.arange(T, dtype=torch.float32)[:, None].expand(T, H)
         position = 2 * position + torch.arange(H) % 2 if layer.paired else position
         angle = position[..., None] * torch.tensor(layer.frequencies)
@@ -153,21 +154,21 @@ class Model:
         if layer.long:  # the other half of a key is that of the token before
             k = torch.cat((k[..., :half], torch.cat((k[:1], k[:-1]))[..., half:]), -1)
 
-        # In a paired layer, the two halves of the heads become two positions: 2T of them, with H/2 heads.
+        # Causal softmax with a window. In a paired layer, each half of the heads becomes a position: 2T with H/2 heads.
         q, k, by_position = (u.reshape(2 * T, H // 2, -1) if layer.paired else u for u in (q, k, v))
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
         scores = layer.scale * torch.einsum("thd,shd->hts", q, k)
         scores = scores.masked_fill((distance < 0) | (distance > layer.window), -torch.inf)
         y = torch.einsum("hts,shd->thd", scores.softmax(-1), by_position).reshape(v.shape)
         y = y * torch.sigmoid(x[:, :GATE] @ next(bank("attn_gate_bank")).T)[..., None]
-        if xsa is not None:  # take out a share of what lies along the token's own value
-            share = torch.tanh(xsa) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
+        if layer.xsa:  # take out a share of what lies along the token's own value
+            share = torch.tanh(next(bank("xsa_lambdas")) + more) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
             y = y - share[..., None] * v
-        return y.flatten(1) @ out.T
+        return for_out * y.flatten(1) @ out.T
 
-    def copy(self, h, tokens, p):
-        """The pointer head: the probabilities (T, V) of which a part comes from copies of earlier tokens. p (T, V):
-        those without it, with the class `gate` for this part; the sink's part of it goes back to p. h (T, D)."""
+    def pointer(self, h, tokens, p):
+        """The probabilities p (T, V) after the pointer head. The part of p that the class `gate` has goes to earlier
+        tokens, as attention says; what attention leaves at a sink goes back to p. h (T, D): the normed stream."""
         w, gate = self.w, self.separator + 1
         q, k, to_next = (h @ w["pointer_weights"].flatten(0, 1).T).chunk(3, 1)
         q, k = w["pointer_gain"] * norm(q), norm(k + previous(to_next))
