@@ -29,9 +29,8 @@ from data.run.sample import generate, sample
 from data.tokenizer import text_codec
 from records import evaluate as E
 from test_checkpoint import train
-from test_run import STAGES, VAL_TOKENS, corpus, final_view  # noqa: F401 (corpus is a fixture)
+from test_run import VAL_TOKENS, corpus, final_view  # noqa: F401 (corpus is a fixture)
 
-RECENT = STAGES[-1][1] - 1  # tokens that a continuation sees, beside the separator
 PROMPT = "~ " * 60 + "The " * 79  # of which a pointer that sees 79 tokens copies no "~"
 
 
@@ -58,40 +57,28 @@ def scrambled(model):
     return model
 
 
-@pytest.fixture(scope="module")
-def eloquent(trained):
-    """The same with a model that says many things."""
-    return SimpleNamespace(**vars(trained) | {"model": scrambled(copy.deepcopy(trained.model))})
-
-
-def oracle(model, *rows):
-    """Softcapped logits (N, V) of documents in one packed sequence, with the windows of the final validation."""
-    params = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    tokens, cu = sum(rows, []), np.cumsum([0, *map(len, rows)]).tolist()
-    hashed = oracles.bigram_hash(tokens, len(params["bigram_embed"]))
-    return oracles.softcapped_logits(params, oracles.model_hidden(params, tokens, cu, hashed, **final_view()))
-
-
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
-def continuation(run, ids, count, temperature=0.0, top_k=0, seed=1):
-    return list(generate(run.model, with_knobs(run.config, seed=seed), run.attention, ids, count, temperature, top_k))
+def test_temperature_seed_and_top_k(trained):
+    """Greedy text is the argmax at every position of one pass over it."""
+    model = scrambled(copy.deepcopy(trained.model))
+    params = {name: tensor.float() for name, tensor in model.state_dict().items()}
 
+    def text(temperature=0.0, top_k=0, seed=1, count=10):
+        config = with_knobs(trained.config, seed=seed)
+        return list(generate(model, config, trained.attention, b"the ", count, temperature, top_k))
 
-def test_greedy_text_is_the_argmax_at_every_position(eloquent):
-    """Of one teacher-forced pass over the text, up to a full window."""
-    ids = [*b"the ", *continuation(eloquent, b"the ", RECENT - 3)]
-    assert ids[4:] == oracle(eloquent.model, [256, *ids[:-1]])[4:, :256].argmax(1).tolist() and len(set(ids)) > 20
-
-
-def test_temperature_seed_and_top_k(eloquent):
-    greedy, free, three = (continuation(eloquent, b"the ", 10, *args) for args in ((), (3.0,), (9.0, 3)))
-    for same, *args in (greedy, 3.0, 1), (greedy, 1e-4), (free, 3.0, 10**6):
-        assert continuation(eloquent, b"the ", 10, *args) == same
-    for args in (3.0, 0, 2), (1.0,), (0.0,):
-        assert continuation(eloquent, b"the ", 10, *args) != free
-    z = oracle(eloquent.model, [256, *b"the ", *three[:-1]])[4:, :256]
-    assert len({row.topk(3).indices.tolist().index(id) for id, row in zip(three, z)}) > 1  # there is no fourth rank
+    def logits(new):
+        ids = [256, *b"the ", *new[:-1]]
+        hashed = oracles.bigram_hash(ids, len(params["bigram_embed"]))
+        h = oracles.model_hidden(params, ids, [0, len(ids)], hashed, **final_view())
+        return oracles.softcapped_logits(params, h)[4:, :256]
+    greedy, free, three = text(count=100), text(3.0), text(9.0, 3)
+    assert greedy == logits(greedy).argmax(1).tolist() and len(set(greedy)) > 20
+    assert text(3.0, 1) == text(1e-4) == greedy[:10] and text(3.0, 10**6) == free
+    assert free not in (text(3.0, 0, 2), text(1.0), greedy[:10])
+    ranks = {row.topk(3).indices.tolist().index(id) for id, row in zip(three, logits(three))}  # there is no fourth
+    assert len(ranks) > 1
 
 
 def test_the_run_and_its_checkpoint_say_the_same(trained, capfd):
