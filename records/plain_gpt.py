@@ -218,5 +218,7 @@ def main(path, prompt="", count="200", temperature=0.8):
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    main(*arguments) if 1 <= len(arguments) <= 3 and "".join(arguments[2:] or "0").isdecimal() else sys.exit(__doc__)
+    path, *rest = sys.argv[1:] or ["--help"]
+    if path.startswith("--") or len(rest) > 2 or len(rest) == 2 and not rest[1].isdecimal():
+        sys.exit(__doc__)
+    main(path, *rest)

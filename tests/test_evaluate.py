@@ -51,7 +51,7 @@ def scrambled(model):
     for label, param in model.named_parameters():
         size = 0.5 if param.dtype == torch.float32 else 1.0 if "gate" in label else model.embed.size(1)**-0.5
         param.copy_(size * torch.randn(param.shape, generator=generator))
-    model.lm_head[:, model.config.gate_id or 0] *= 8
+    model.lm_head[:, model.config.gate_id or 0] *= 8  # the gate, so that the pointer matters
     if model.config.bigram_normal:
         model.hash_ids.random_(99, generator=generator)
     return model
@@ -248,7 +248,7 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     plain, text = runpy.run_path(reader, run_name="__main__"), "".join(sample(model, config, attention))
     said = f"exported: {file}\nreader: {reader}\n{text}\n"
     assert capsysbinary.readouterr().out.decode(errors="replace") == said
-    # Sums in another order differ by 7e-6 here. RMS_EPS times 2 makes 2e-4; 180 other faults in the reader made more.
+    # Sums in another order differ by 7e-6 here. RMS_EPS times 2 makes 2e-4, a wrong term or factor more.
     got = plain["Model"](file)(batch.tokens.long())[rows]
     torch.testing.assert_close(got, want[:, :config.model.vocab_size], rtol=0, atol=5e-5)
 
