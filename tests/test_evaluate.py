@@ -31,8 +31,6 @@ from records import evaluate as E
 from test_checkpoint import train
 from test_run import VAL_TOKENS, corpus, final_view  # noqa: F401 (corpus is a fixture)
 
-PROMPT = "~ " * 60 + "The " * 79  # of which a pointer that sees 79 tokens copies no "~"
-
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
@@ -216,9 +214,8 @@ def test_export(trained, tmp_path, capsys):
         dtype = {torch.bfloat16: "BF16", torch.float32: "F32"}[x.dtype]
         assert header[label] == {"dtype": dtype, "shape": [*x.shape], "data_offsets": [begin, end]}
         assert data[begin:end] == x.view(-1).view(torch.uint8).numpy().tobytes()
-    assert end == len(data) and metadata.keys() == flatten(trained.config).keys()
+    assert end == len(data) and metadata.keys() == flatten(trained.config).keys() and [*path.parent.iterdir()] == [path]
     assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"
-    assert [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("args", [
@@ -230,7 +227,8 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     """Its log-probabilities, in a document longer than all windows; its text, as of --sample, after more tokens than it
     reads. It needs no module of ours, and does not come with a model that it does not know."""
     config = T.parse_config([*args.split(), "--stage4.short_window=9", "--stage4.long_window=25", "--final_window=40",
-                             "--stage4.max_doc_len=80", "--sample_tokens=20", f"--sample_prompt={PROMPT}"])
+                             "--stage4.max_doc_len=80", "--sample_tokens=20",
+                             "--sample_prompt=" + "~ " * 60 + "The " * 79])  # a pointer to 79 tokens copies no ~
     cpu, N, rows = torch.device("cpu"), 144, [*range(9), *range(9, 144, 15)]
     model = scrambled(T.GPT(config.model, T.kernels.choose_ops(cpu, "torch")[0], torch.float32, cpu))
     tokens = np.array([config.model.bos_id, *np.random.default_rng(0).integers(0, 30, N)])
@@ -244,7 +242,7 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     monkeypatch.setattr(E, "load_model", lambda path, knobs: (config, model, attention))
     file, reader = (str(tmp_path / name) for name in ("model.safetensors", "plain_gpt.py"))
     assert E.main(["", f"--export={file}", "--validate=false"]) == 0
-    monkeypatch.setattr(sys, "argv", [reader, file, PROMPT, "20"])
+    monkeypatch.setattr(sys, "argv", [reader, file, config.system.sample_prompt, "20"])
     plain, text = runpy.run_path(reader, run_name="__main__"), "".join(sample(model, config, attention))
     said = f"exported: {file}\nreader: {reader}\n{text}\n"
     assert capsysbinary.readouterr().out.decode(errors="replace") == said
