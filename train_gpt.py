@@ -432,7 +432,7 @@ class Param(NamedTuple):
     # replicated: Adam of the whole parameter on every rank, in one reduction and one update for all of these. Of the
     # others, every rank updates its part of the matrices or rows. `steps_per_update` says how often.
     optim: str
-    init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
+    init: float | Callable | None = 0.0  # value, or function (tensor, generator) that fills it; None: `init_weights`
     betas: tuple[float, float | None] | None = None  # of Adam; None stands for table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr, or of table_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
@@ -485,10 +485,10 @@ def param_table(model: Model) -> tuple[Param, ...]:
     ngram_shape = sum(rows for _, rows in model.ngrams), D
 
     table = [
-        *(Param(label, (len(numbers), *shape), "normuon", average=0.12, codes=("fp8_qkv", 2.0))
+        *(Param(label, (len(numbers), *shape), "normuon", None, average=0.12, codes=("fp8_qkv", 2.0))
           for numbers, label, shape in model.qk_banks),
         # Each layer: V (H d, D) and O (D, H d); O has no codes.
-        Param("vo_bank", (len(with_attention), 2, D, D), "normuon", average=0.12, codes=("fp8_qkv", 1.0)),
+        Param("vo_bank", (len(with_attention), 2, D, D), "normuon", None, average=0.12, codes=("fp8_qkv", 1.0)),
         # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
         Param("mlp_bank", (len(layers), 2, model.mlp_dim, D), "normuon", fill_mlps, matrix_lr=(2.0, 4.0),
               average=0.06, codes=("fp8_mlp", 2.0)),
@@ -771,7 +771,7 @@ class GPT(nn.Module):
             if callable(param.init):
                 tensor.zero_()
                 param.init(tensor, generator)
-            elif param.optim != "normuon":
+            elif param.init is not None:
                 tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
 
@@ -1652,7 +1652,7 @@ class Trainer:
     def synchronize(self):
         if self.rt.device.type == "cuda":
             wait_for(torch.cuda.current_stream().record_event(), self.rt.world)
-            torch.cuda.synchronize()
+        getattr(torch, self.rt.device.type).synchronize()  # cuda, cpu or mps
 
     def sync_ranks(self):
         """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then go on together."""
@@ -1726,7 +1726,7 @@ class Trainer:
                 signal = torch.full((), self.stop.number, device=self.rt.device)  # without a wait for the GPU
                 all_reduce(signal, self.rt, dist.ReduceOp.MAX)
                 signal = signal.to("cpu", non_blocking=True)
-            step_loss = step_loss.to("cpu", non_blocking=True)
+            step_loss = step_loss.to("cpu", non_blocking=self.rt.device.type == "cuda")
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.log_losses(keep=1)  # the host stays at most two steps ahead
             self.losses.append((step, copied, step_loss, signal, clock.seconds()))

@@ -77,10 +77,10 @@ NAN_STAYS = constexpr(tl.PropagateNan.ALL)
 
 
 def _takes_ref(*tensors, any_dtype=False):
-    """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
+    """Whether an op with these tensors runs its PyTorch reference: without CUDA, unless the interpreter is on.
     Triton 3.6's interpreter gets products wrong for any dtype but fp32. any_dtype: the op has no product."""
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
-    return tensors[0].device.type == "cpu" and not interpreted
+    return tensors[0].device.type in ("cpu", "mps") and not interpreted
 
 
 def _sm_count(device) -> int:  # streaming multiprocessors (SMs)
@@ -3688,13 +3688,13 @@ def choose_ops(device, wanted="auto"):
                          " --preset=cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         raise ValueError(f"{torch.cuda.get_device_name(device)}: bfloat16 needs an Ampere GPU (sm_80) or a newer one;"
-                         " try --preset=cpu")
+                         " float16 would need scales for loss, Muon and kernels; try --preset=cpu")
     for item in wanted.split(",") if wanted not in ("auto", "torch") else ():
         op, _, name = item.partition(":")
         if name not in IMPLEMENTATIONS.get(op, {}):
             known = ", ".join(f"{o}:{'|'.join(t)}" for o, t in IMPLEMENTATIONS.items())
             raise ValueError(f"kernels: '{item}' is not one of {known}")
-        if name != "torch" and device.type == "cpu" and not INTERPRETED:
-            raise ValueError(f"kernels: '{item}' needs a GPU")
+        if name != "torch" and device.type != "cuda" and not INTERPRETED:
+            raise ValueError(f"kernels: '{item}' needs an NVIDIA GPU")
         names[op] = name
     return SimpleNamespace(**{op: IMPLEMENTATIONS[op][name] for op, name in names.items()}), names

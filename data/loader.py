@@ -171,14 +171,15 @@ class Batch(NamedTuple):
 
 def to_device(arrays, device) -> tuple[Tensor, list[Tensor]]:
     """(buffer of bytes on the device, tensors of the arrays in it). The host launches one copy for all, since it takes
-    longer to launch a small copy than the GPU takes to make it. The copy does not block the host."""
+    longer to launch a small copy than the GPU takes to make it. The copy does not block the host, but on a Mac, where
+    PyTorch has lost such copies."""
     # A tensor begins at a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
     starts = [*accumulate((-(-x.nbytes // 16) * 16 for x in arrays), initial=0)]
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = buffer.numpy()
     for start, x in zip(starts, arrays):  # in NumPy: PyTorch would wake its threads for each copy
         memory[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[:] = x
-    buffer = buffer.to(device, non_blocking=True)
+    buffer = buffer.to(device, non_blocking=device.type == "cuda")
     return buffer, [buffer[start:start + x.nbytes].view(torch.from_numpy(x).dtype).view(x.shape)
                     for start, x in zip(starts, arrays)]
 
@@ -263,7 +264,13 @@ class Loader:
     def load_state_dict(self, state):
         self.state = dict(state)
         self.batches = self._batches(**state)
+        self.build()
+
+    def build(self):
+        """Begin to build the next batch, on a Mac while nothing else uses the GPU: MPS is not safe for threads."""
         self.ready = self.builder.submit(next, self.batches, None)
+        if self.rt.device.type == "mps":
+            self.ready.exception()
 
     def replay(self, state, count) -> list[Batch]:
         """The `count` batches that follow a state, as they were, but without an Exchange, which needs all ranks."""
@@ -280,7 +287,7 @@ class Loader:
             routed = [x for x in batch.exchange[2:] if x is not None] if batch.exchange else []
             for tensor in [batch.buffer, *routed]:
                 tensor.record_stream(current)
-        self.ready = self.builder.submit(next, self.batches, None)
+        self.build()
         return batch
 
     def next_exchange(self) -> Exchange | None:

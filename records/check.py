@@ -24,9 +24,9 @@ def expected_time(config, world):
         return f"{schedule.minutes:g} min, as --minutes says", True
     if not model.pointer or config.system.kernels != "auto":  # record74
         return "not known for this model or these kernels", True
-    if find_device(config).type == "cpu":
+    if find_device(config).type != "cuda":
         return (f"{CPU_SECONDS_PER_TOKEN * total_tokens(schedule) / 60:.1f} minutes on two cores of an AMD EPYC for a"
-                " model like that of --preset=cpu; this CPU was not measured"), True
+                " model like that of --preset=cpu; this machine was not measured"), True
     try:
         speed = h100s(measure_gpu(fp8=config.system.fp8_mlp), world)
     except UserError:

@@ -4,6 +4,7 @@
     python records/compare.py --diff logs/base_1.txt logs/wide_1.txt     what was changed: settings, machine, source
     python records/compare.py --exchange=base,long base='logs/base_*.txt' long='logs/long_*.txt' wide='logs/wide_*.txt'
     python records/compare.py -a-b=logs/none +a-b=logs/a -a+b=logs/b +a+b=logs/both
+    python records/compare.py base='logs/base_*.txt' --csv=curves.csv    also a table of all curves for other programs
     python records/compare.py --help                                     the options
 
 A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; logs without a label join the group
@@ -22,8 +23,10 @@ several runs, it counts as one more factor, so that its shift is no scatter. rec
 """
 
 import argparse
+import csv
 import difflib
 import glob
+import io
 import math
 import os
 import re
@@ -567,6 +570,20 @@ def diff(groups) -> str:
                         "\n".join(sources) or "the sources are equal"))
 
 
+def write_csv(path: Path, groups):
+    """Writes the losses of all runs, finished or not, into a .csv file, complete or not at all: a line for each step
+    that has one, with the seconds inside the clock. Raises UserError."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("label", "run", "step", "seconds", "train_loss", "val_loss"))
+    for label, run in ((label, run) for label, runs in groups.items() for run in runs):
+        for step in sorted(run.losses.keys() | run.training.keys()):
+            seconds = run.seconds.get(step, run.ms.get(step, math.nan) / 1000)
+            rows.writerow((label, run.name, step, seconds, run.training.get(step), run.losses.get(step)))
+    with atomic_write(path) as file:
+        file.write(text.getvalue().encode())
+
+
 # ---- Plot ------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito: colour-blind safe
@@ -675,6 +692,7 @@ def parse(argv):
     parser.add_argument("--exchange", metavar="SHORT,LONG", type=lambda text: text.split(","),
                         help="two groups of different lengths: what the others save, in tokens and seconds")
     parser.add_argument("--plot", metavar="FILE", type=user_path, help="also draw loss by step and by time: .svg")
+    parser.add_argument("--csv", metavar="FILE", type=user_path, help="also write the losses of every step: .csv")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
     args = parser.parse_args(["\0" + word if re.match(SIGNED.pattern + "=", word) else word for word in argv])
     args.logs = [word.lstrip("\0") for word in args.logs]
@@ -690,6 +708,8 @@ def main(argv) -> int:
     text = diff(groups) if args.diff else report(groups, target, args.exchange)
     if args.plot:
         plot(args.plot, groups, target)
+    if args.csv:
+        write_csv(args.csv, groups)
     print(text, flush=True)
     return 0
 

@@ -147,7 +147,7 @@ def rerun(path: Path, overrides) -> int:
     old = compare.read_run(path)
     require_whole(path, old)
     knobs, env, ranks = settings(old, overrides), environment(old), int(old.facts["ranks"])
-    gpus = ranks if knobs["device"] == "cpu" else gpu_count()
+    gpus = ranks if knobs["device"] != "cuda" else gpu_count()
     if not gpus:
         raise UserError("the run was on GPUs and this machine has none; add --device=cpu (slow, other digits)")
     count = max(n for n in range(1, gpus + 1) if ranks % n == 0)  # fewer processes make more micro-steps each

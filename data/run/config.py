@@ -73,7 +73,7 @@ class System:
     """Machine, numerics and output of one run."""
 
     run_label: str = "run"  # first part of the log's file name
-    device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
+    device: Literal["cuda", "cpu", "mps"] = "cuda"  # cuda, cpu or mps, the GPU of a Mac, which nobody has tried
     seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
     micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
     val_every: Period = 250  # steps between validations, or below 1 a part of the run (0: one at the end)
@@ -389,7 +389,7 @@ def left_open(values, presets) -> tuple[bool, bool]:
     preset = presets[values.get("preset", "record")]
     model = preset.config.model
     keeps = by_hand or continues or not model.is_wired or Size(model.model_dim, model.depth) not in BORDERS
-    size_is_open = preset.recipe and has_length and not keeps and values.get("device") != "cpu"
+    size_is_open = preset.recipe and has_length and not keeps and values.get("device", "cuda") == "cuda"
     return bool(size_is_open), bool(preset.recipe) and "ngram_rows" not in values and not continues
 
 
@@ -425,7 +425,7 @@ def with_length(base, values, of_length, world, gpu=1.0):
     if asked.minutes and values.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     tokens = asked.train_tokens
-    if asked.minutes and config.system.device == "cpu":
+    if asked.minutes and config.system.device != "cuda":
         tokens = 60 * asked.minutes * world / CPU_SECONDS_PER_TOKEN
     elif asked.minutes:
         size = Size(config.model.model_dim, config.model.depth)
@@ -576,8 +576,9 @@ def faults(config, world, first_step):
     yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
         "a validation or a checkpoint comes in between; take other steps, or change"
         f" --val_every={system.val_every} or --save_every={system.save_every}")
-    has_kernel = not (system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels)
+    has_kernel = system.device == "cuda" and system.kernels != "torch" and "attention:torch" not in system.kernels
     in_bf16 = system.dtype == "bfloat16"
+    yield system.device == "mps" and in_bf16, "device dtype", "the GPU of a Mac trains in --dtype=float32"
     yield has_kernel and not in_bf16, "dtype", (
         "the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch, or --device=cpu")
     for knob in "fp8_mlp", "fp8_qkv":
@@ -608,6 +609,11 @@ def check_row(row, labels):
         "another row has this name": labels.count(row.label) > 1,
         "must be normuon, adam, rows or replicated": row.optim not in ("normuon", "adam", "rows", "replicated"),
         f"tied_to={row.tied_to!r}: there is no such row": row.tied_to not in ("", *labels),
+        "takes banks of matrices, (..., rows, columns) in bfloat16":
+            is_muon and (len(row.shape) < 3 or str(row.dtype) != "torch.bfloat16"),
+        "ngram_embed takes rows, nothing else does": (row.optim == "rows") != (row.label == "ngram_embed"),
+        "head, embedding and lazy tables take adam":
+            (row.lazy or row.tied_to or row.label == "lm_head") and row.optim != "adam",
         f"betas={row.betas}: must be two numbers from 0 to below 1, the second one or None":
             not is_muon and (len(betas) != 2 or not all(0 <= (beta or 0) < 1 for beta in betas)),
         f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}":

@@ -39,12 +39,17 @@ def rank_from_env() -> tuple[int, int, int]:
 
 
 def find_device(config) -> torch.device:
-    """The CPU, or the GPU of this process, which then sees only this one. UserError when no GPU can be used."""
+    """The CPU, the GPU of a Mac, or the GPU of this process, which then sees only this one. UserError when no GPU can
+    be used."""
     if config.system.device == "cpu":
         return torch.device("cpu")
+    if config.system.device == "mps":
+        if not torch.backends.mps.is_available() or rank_from_env()[1] > 1:
+            raise UserError("--device=mps needs a Mac whose GPU PyTorch can use, and one process; try --device=cpu")
+        return torch.device("mps")
     if torch.version.hip:
-        raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA GPUs;"
-                        " try --preset=cpu")
+        raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA GPUs: for"
+                        " AMD, all would need a test and other launch parameters; try --preset=cpu")
     local_rank, count = rank_from_env()[2], torch.cuda.device_count()
     if not torch.cuda.is_initialized():
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
@@ -147,7 +152,7 @@ def checkpoint_config(saved, default, knobs):
     Raises UserError for bad knobs."""
     config = config_from_dict(default, saved)
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
-    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
+    dtype = knobs.get("dtype") or (config.system.dtype if device == "cuda" else "float32")
     kernels = "torch" if dtype == "float32" else config.system.kernels
     for_reading = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
     config = override(config, for_reading | {"micro_batches": str(config.system.micro_batches or 1)} | knobs)

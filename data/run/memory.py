@@ -73,16 +73,16 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
 
 
 def free_memory(device) -> float:
-    """Free MiB of a GPU, where what PyTorch has reserved in this process counts as free; all MiB of a CPU's machine."""
-    if device.type == "cpu":  # Windows lacks the function
+    """Free MiB of a GPU, where what PyTorch has reserved in this process counts as free; else MiB of the machine."""
+    if device.type != "cuda":  # Windows lacks the function
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20 if hasattr(os, "sysconf") else math.inf
     return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / 2**20
 
 
 def memory_report(config, device, world) -> tuple[str, bool]:
     """(sentence about the needed and the free memory of the GPU, whether the free memory is enough)."""
-    if device.type == "cpu":
-        return "not estimated for a CPU", True
+    if device.type != "cuda":
+        return f"not estimated for a {'CPU' if device.type == 'cpu' else 'Mac'}", True
     allocated, reserved = estimate_memory(config, state_bytes(config, config.model.table, world), world)
     free = free_memory(device)
     reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
@@ -97,7 +97,7 @@ def require_state(config, device, world):
     weights, state, codes, few = state_bytes(config, config.model.table, world)
     needed = (2 * weights + state / world + codes + few) / 2**20
     if needed > (free := free_memory(device)):
-        found = "this machine has {:.0f} MiB" if device.type == "cpu" else "{:.0f} MiB of the GPU are free"
+        found = "{:.0f} MiB of the GPU are free" if device.type == "cuda" else "this machine has {:.0f} MiB"
         raise UserError(f"{found.format(free)}, but weights, gradients and optimizer state alone take {needed:.0f}: use"
                         " fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
 

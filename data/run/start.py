@@ -125,7 +125,8 @@ def check_versions(config, world):
 def check_device(config, world):
     """The CPU or this process's GPU, and its capabilities."""
     device = find_device(config)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, cores {os.cpu_count()}"
+    other = {"cpu": f"CPU, cores {os.cpu_count()}", "mps": "GPU of a Mac"}
+    name = other.get(device.type) or torch.cuda.get_device_name(device)
     found = (f"{key.split('_')[-1]} {value}" for key, value in capability(device).items())
     return ", ".join([name, f"ranks {world}", *found]), True
 
