@@ -117,7 +117,7 @@ def parse_torchrun(argv):
 PARSERS = {
     "./run.sh": parse_run_sh, "docker": list, "torchrun": parse_torchrun, "train_gpt.py": parse_trainer,
     "data/prepare.py": parse_prepare, "records/evaluate.py": evaluate.main, "records/compare.py": compare.parse,
-    "records/trace.py": list, "tests/bench_kernels.py": list, "tests/test_guard.py": run_guard}
+    "records/trace.py": list, "records/pack.py": list, "tests/bench_kernels.py": list, "tests/test_guard.py": run_guard}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -165,7 +165,7 @@ def test_output(corpus, tmp_path):
         assert parts(out, first) == parts(shown, first) and len(parts(shown, first)[1]) > 8
 
 
-DIFFS = code(README + GUIDE, "diff")  # a parameter, a kernel, a stage, a preset
+DIFFS = code(README + GUIDE, "diff")  # a parameter, an activation, Adam for a bank, a kernel, a stage, a preset
 
 
 @pytest.fixture
@@ -178,13 +178,13 @@ def copy(tmp_path):
 
 
 def test_worked_examples(corpus, copy):
-    """All four in one copy, once with the new kernel and once with the old kernel."""
-    assert len(DIFFS) == 4
+    """All in one copy, once with the new kernel and once with the old kernel; and the lines of Python."""
+    assert len(DIFFS) == 6
     for diff in DIFFS:
         subprocess.run(["git", "apply"], cwd=copy, input=diff, text=True, check=True,
                        env=ENV | {"GIT_CEILING_DIRECTORIES": str(copy.parent)})
     (choice,) = re.findall(r"`(--kernels=transpose_copy:\w+)`", GUIDE)
-    new_tokens = int(re.search(r"^\+ *Stage\((\d+), ", DIFFS[2], re.M)[1])
+    new_tokens = int(re.search(r"^\+ *Stage\((\d+), ", DIFFS[4], re.M)[1])
     args = [*SMALL, "--save=true", "--scheduled_steps=4", "--extension_steps=1",
             *(f"--stage{i}.batch_tokens=512" for i in (1, 2, 4, 5))]  # all but the new stage
     def trained(logs, *more):
@@ -198,6 +198,12 @@ def test_worked_examples(corpus, copy):
     gain = state["model"]["final_gain"]
     assert gain.shape == (48,) and gain.abs().min() > 0
     assert {"m", "v"} <= state["optimizer"]["final_gain"].keys()
+    assert state["optimizer"]["vo_bank"].keys() == {"m", "v", "average"}  # not the state of Muon
+    assert state["model"]["vo_bank"].float().norm(dim=(2, 3)).min() > 1  # it began at random
+    saved, = (copy / "new").glob("*/*.pt")
+    program = re.sub(r'"logs/[^"]*"', repr(str(saved)), code(GUIDE, "python")[-1])
+    text, ids = execute(f"python -c {shlex.quote(program)}", corpus, cwd=copy).rsplit("\n[", 1)
+    assert text.startswith("def ") and len(ids.split(",")) == int(re.search(r"count=(\d+)", program)[1])
     assert re.search(rf"^kernels: .* {choice.partition('=')[2]} ", out, re.M)
     assert all(torch.equal(x, without["model"][label]) for label, x in state["model"].items())
     assert f"\nstage3.batch_tokens: {new_tokens}\n" in log and "\nstage5.batch_tokens: 512\n" in log
