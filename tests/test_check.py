@@ -123,6 +123,7 @@ STEPS_20 = "--scheduled_steps=14 --extension_steps=6 --muon_cooldown=1 " + " ".j
     f"--stage{i}.batch_tokens=128" for i in (1, 2, 3, 4))
 TORCH, CACHES = "torch.__version__", "$TRITON_CACHE_DIR"
 TWO_RANKS = {"$WORLD_SIZE": "2", "$LOCAL_WORLD_SIZE": "2"}
+MAC = {"torch.backends.mps.is_available": lambda: True}
 OFFLINE = Mock(side_effect=UserError("no GPT-2 tokenizer (ConnectionError): tiktoken fetches it once, online"))
 # By fixture. Each case has the arguments, the name of a row, its `ok?`, its text, and what it changes on the machine.
 # {d} is the folder of the data.
@@ -132,6 +133,9 @@ CASES = {"check": [
      f" about {1760 * 1800:,.0f}: 1056.00 passes;"
      " a second pass raises the validation loss: one takes --train_tokens=1700"),
     ("", "validation data", "yes", "2 files, 65,537 tokens, 65,537 of them used"),
+    ("--device=mps", "device", "no", "--device=mps needs a Mac whose GPU PyTorch can use, .*; try --device=cpu"),
+    ("--device=mps", "device", "yes", "GPU of a Mac, ranks 1, .* fp8 no, tma no", MAC),
+    ("--device=mps --minutes=1", "kernels", "yes", ".* attention:torch .* head:float32", MAC),
     ("", "device", "yes", r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no"),
     ("", "kernels", "yes", ".* attention:torch .* head:float32"), ("", "caches", "yes", "nothing is compiled"),
     ("--train_files={d}/none_*.bin", "training data", "no", "no files match .*none_.*data/prepare.py.*"),
@@ -172,7 +176,7 @@ CASES = {"check": [
     ("", "caches", "no", "{d}/val_1.bin/caches cannot be written: set TRITON_CACHE_DIR to a folder for compiled code",
      {CACHES: "{d}/val_1.bin/caches"}),
     ("", "device", "no", ".*AMD.*--preset=cpu", {"torch.version.hip": "6.4"}),
-    ("", "kernels", "no", ".*bfloat16 needs an Ampere GPU .sm_80. or a newer one; try --preset=cpu",
+    ("", "kernels", "no", ".*bfloat16 needs an Ampere GPU .sm_80. or a newer one; float16 .*; try --preset=cpu",
      {"torch.cuda.get_device_capability": lambda device: (7, 5)}),
     ("", "kernels", "no", "a GPU needs Triton .No module named 'triton'.*",
      {"triton_kernels.NO_TRITON": "No module named 'triton'"}),
@@ -207,6 +211,17 @@ def test_a_row_and_what_a_start_says(request, folder, monkeypatch, fixture, case
     assert said == [fewer] * any("val_short" in arg for arg in args) and rows[row][1] == ok
     assert T.init_runtime.called == (ok != "no")
     assert re.fullmatch(pattern.format(d=folder), found), found
+
+
+def test_the_gpu_of_a_mac(monkeypatch):
+    """It works for one thread at a time, and the clock waits for it."""
+    loader = SimpleNamespace(rt=machine.Runtime(0, 1, torch.device("mps")), builder=Mock(), batches=None)
+    monkeypatch.setattr(torch.mps, "synchronize", Mock())
+    L.Loader.build(loader)
+    T.Trainer.synchronize(loader)
+    assert loader.ready.exception.called and torch.mps.synchronize.called
+    config = T.parse_config(["--preset=single", "--device=mps", "--dtype=float32", "--train_tokens=27e6"])
+    assert config.model.depth == 11  # as on a CPU, the size is not chosen by what suits H100s
 
 
 @pytest.mark.parametrize("visible, local, sees", [("", 1, "1"), ("3,GPU-5", 0, "3"), ("3,GPU-5", 1, "GPU-5")])

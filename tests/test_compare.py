@@ -514,6 +514,20 @@ def test_plot(call):
     assert len(pale) == 2 and len(heights) == 30 and heights[0] < heights[-1]  # means: 5.615, 5.1195
 
 
+def test_csv(call):
+    """All runs, also one that did not finish; a step may have a loss of one kind alone."""
+    write("a.txt", steps({0: 9.0, 2: 3.5})), write("b,c.txt", header(), steps({0: 9.0, 5: 4.0}).partition("step:2/5")[0])
+    call("one=a.txt", "two=b,c.txt", "--csv=curves.csv")
+    assert Path("curves.csv").read_text() == """\
+label,run,step,seconds,train_loss,val_loss
+one,a,0,0.0,,9.0
+one,a,1,0.03,5.1,
+one,a,2,0.06,5.2,3.5
+two,"b,c",0,0.0,,9.0
+two,"b,c",1,0.03,5.1,
+"""
+
+
 def test_script():
     """Without torch, into a closed pipe, and with the status of an error."""
     write("a.txt", header(), steps({0: 9.0, 20: 3.2}))

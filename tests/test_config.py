@@ -487,6 +487,9 @@ def test_parameter_table():
 @pytest.mark.parametrize("label, change, message", [
     ("vo_bank", {"optim": "adam"}, "optim='adam': betas=None: must be two numbers from 0 to below 1, the second one"),
     ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam, rows or replicated"),
+    ("vo_bank", {"optim": "rows", "betas": (0.9, None)}, "ngram_embed takes rows, nothing else does"),
+    ("smear_gate", {"optim": "normuon", "betas": None, "lr_mul": 1.0, "wd_mul": 1.0}, "takes banks of matrices"),
+    ("embed", {"optim": "replicated"}, "head, embedding and lazy tables take adam"),
     ("vo_bank", {"lr_mul": 2.0}, "does not read lr_mul; its factor is matrix_lr"),
     ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
     ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),

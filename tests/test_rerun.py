@@ -1,20 +1,24 @@
 """records/rerun.py with FAKE, a few lines that write a log in the format of the trainer. One run and its rerun are
 real."""
 
+import getpass
+import gzip
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from data.run.program import UserError
-from records import compare, rerun
+from records import compare, pack, rerun
 from test_run import ENV, ROOT, corpus, finish, ready, start  # noqa: F401 (corpus is a fixture)
 
 UNRECORDED = {key: value for key, value in os.environ.items()
@@ -253,8 +257,41 @@ def test_a_real_run_is_repeated_digit_for_digit(corpus, tmp_path, capfd, monkeyp
     assert {"train_gpt.py", "triton_kernels.py", "data/loader.py"} <= files.keys()
     data = [argument for argument in corpus.args if "_files=" in argument]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # conftest.py may have set it
-    assert rerun.main([str(log), f"--log_dir={tmp_path}/second", *data]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert pack.main([str(log)]) == 0
+    zipfile.ZipFile(f"{log.stem}.zip").extractall()
+    assert rerun.main([log.name, f"--log_dir={tmp_path}/second", *data]) == 0
     out = capfd.readouterr().out
     assert out.endswith("\n\nsettings and machine are equal\n\nequal in every digit\n"), out
     new = compare.read_run(next((tmp_path / "second").glob("rerun_run_*.txt")))
     assert new.losses == run.losses and len(run.losses) > 3 and new.source == run.source
+
+
+# ---- Packed logs -----------------------------------------------------------------------------------------------------
+
+def test_a_packed_log_has_no_private_names_and_trains_again(log, again, tmp_path, monkeypatch, capfd):
+    home = tmp_path / "homes/Änn"
+    for target, name, value in (platform, "node", "DeepBox.example.org"), (getpass, "getuser", "Änn"), (Path, "home", home):
+        monkeypatch.setattr(target, name, lambda value=value: value)
+    edit(log, "RATE = 0.25  #", f'RATE = 0.25  # {home}/x on deepbox, by Änn the Ännlich, channel "/home/bob/y"')
+    edit(log, "command: train_gpt.py", f"command: train_gpt.py --log_dir={home}/logs --run_label=Änn_1")
+    edit(log, "prompt: def", f"prompt: {json.dumps(f'Änn{chr(10)}')}", 1)
+    log = log.rename(log.with_name("Änn_1.txt"))
+    log.with_name("Änn_1_rank0.json.gz").write_bytes(gzip.compress(json.dumps(f"{home}/a.py, {log}").encode()))
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert pack.main([str(log)]) == 0 and "by ~: home folders\n" in capfd.readouterr().out
+    with zipfile.ZipFile("user_1.zip") as archive:
+        assert archive.namelist() == ["user_1.txt", "user_1_rank0.json.gz"]
+        archive.extractall()
+    text, trace = Path("user_1.txt").read_text(), gzip.decompress(Path("user_1_rank0.json.gz").read_bytes()).decode()
+    assert trace == '"~/a.py, ./user_1.txt"' and '# ~/x on host, by user the Ännlich, channel "~/y"' in text
+    assert not re.search(r"(?i)deepbox|Änn\b|\\u00c4nn|bob|homes", text)
+    assert again(Path("user_1.txt"))[1].endswith("equal in every digit\n")
+    monkeypatch.setattr(getpass, "getuser", lambda: "knobs")  # the code needs this word
+    assert pack.main([str(log)]) == 0 and "stays: knobs, " in capfd.readouterr().out
+    assert rerun.unpack(compare.read_run(Path("user_1.txt")))[0] == ("train_gpt.py", FAKE)
+    for arguments, message in ([], "one log"), (["--x"], "one log"), ([str(ROOT / "README.md")], "not the log of a run"):
+        with pytest.raises(UserError, match=message):
+            pack.main(arguments)
+    assert {*os.listdir()} == {"user_1.zip", "user_1.txt", "user_1_rank0.json.gz"}
