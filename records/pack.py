@@ -91,7 +91,7 @@ def main(argv) -> int:
         print(__doc__)
         return 0
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise UserError("expected one log (see --help)")
+        raise UserError("expected a log, and nothing else (see --help)")
     archive, names, counts, kept = pack(user_path(argv[0]))
     print(f"{archive}: {', '.join(names)}")
     for new, title in TITLES.items():

@@ -117,8 +117,6 @@ def joined(text):
     return "".join(text.split())
 
 
-# ---- The rows of the table, and a start ------------------------------------------------------------------------------
-
 STEPS_20 = "--scheduled_steps=14 --extension_steps=6 --muon_cooldown=1 " + " ".join(
     f"--stage{i}.batch_tokens=128" for i in (1, 2, 3, 4))
 TORCH, CACHES = "torch.__version__", "$TRITON_CACHE_DIR"
@@ -220,8 +218,6 @@ def test_the_gpu_of_a_mac(monkeypatch):
     L.Loader.build(loader)
     T.Trainer.synchronize(loader)
     assert loader.ready.exception.called and torch.mps.synchronize.called
-    config = T.parse_config(["--preset=single", "--device=mps", "--dtype=float32", "--train_tokens=27e6"])
-    assert config.model.depth == 11  # as on a CPU, the size is not chosen by what suits H100s
 
 
 @pytest.mark.parametrize("visible, local, sees", [("", 1, "1"), ("3,GPU-5", 0, "3"), ("3,GPU-5", 1, "GPU-5")])
@@ -291,8 +287,6 @@ sys.exit(T.main(sys.argv[1:]))"""
     assert re.search(r"final_val_loss: \d\.\d+\n", result.stdout)
 
 
-# ---- Several ranks ---------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("extra, status", [([], 0), (["--val_files=none"], 1)])
 def test_one_table_for_two_ranks(check, folder, extra, status):
     ranks = Forks("import sys, train_gpt as T; sys.exit(T.main(sys.argv[1:]))", ["--check", *check.args, *extra],
@@ -312,8 +306,6 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
     monkeypatch.setattr(start, "check_memory", Mock(side_effect=UserError("too little")))
     assert T.main(args) == 1 and capsys.readouterr() == ("", "error: rank 1: too little\n")
 
-
-# ---- Disk and caches -------------------------------------------------------------------------------------------------
 
 def test_disk_space_for_log_and_checkpoint(monkeypatch):
     """What optimizer and model really have, and waiting gradients. Large checkpoints are announced."""
@@ -343,8 +335,6 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
     assert start.check_disk(config, 1) == ("rank 0 writes", True)
 
-
-# ---- Memory ----------------------------------------------------------------------------------------------------------
 
 # On H200s, all MiB at the peak: arguments, ranks, micro-batches -> allocated, reserved (records/2026-11-22_lengths,
 # 2026-11-23_attention and 2026-11-23_optimizer).

@@ -84,8 +84,6 @@ def call(capsys):
     return call
 
 
-# ---- Reading ---------------------------------------------------------------------------------------------------------
-
 def test_public_log():
     """The source quotes another log."""
     run = read_run(PUBLIC)
@@ -102,9 +100,8 @@ def test_our_log():
     """Neither the source nor the sample counts as lines of the run. The results come after the sample."""
     fake = f'"""\n{RULE}Running Python 2\n{RULE}step:1/2 train_time:1ms step_avg:1.00ms\n"""\n'
     run = read_run(write(
-        "a.txt", header(fake, seed=7).replace("resume: \n", "resume:\n"), "Resetting Model\nhash_ids: sha256 0f\n"
-        "prefixes: sha256 a1\nwarning: the data starts over\ntrain_loss: over sampled\n"
-        "nats per token of the text: 1\n", steps({0: 5.9, 3: 4.5, 5: 4.25}),
+        "a.txt", header(fake, seed=7).replace("resume: \n", "resume:\n"), "Resetting Model\nhash_ids: sha256 0f\nprefixes:"
+        " a1\nwarning: over\ntrain_loss: over sampled\nnats per token: 1\n", steps({0: 5.9, 3: 4.5, 5: 4.25}),
         f"sample:\ndef step:9/9\n{RULE}step:4/5 train_time:1ms step_avg:1.00ms\ntokens: 7\nx: y\n",
         "final_val_loss: 4.2500\ngpu_seconds: 0.150\ntokens: 1234\ncheckpoint: a/b\n"))
     assert run.finished and run.losses == {0: 5.9, 3: 4.5, 5: 4.25} and run.ms == {k: 30 * k for k in range(6)}
@@ -191,8 +188,6 @@ def test_groups():
     assert args.target == 3 and names(*args.logs) == {"-h+b": ["a_1", "a_2"], "+h-b": ["1"]}
 
 
-# ---- Statistics ------------------------------------------------------------------------------------------------------
-
 def student(t, df):
     """P(T ≤ t): the integral of cos(x)^(df − 1) from −π/2 to atan(t/√df), scaled, by Gauss and Legendre."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
@@ -246,8 +241,6 @@ def test_by_seed():
     public = [read_run(PUBLIC)]  # which names no seed
     assert compare.by_seed(public, public, "loss").n == 0
 
-
-# ---- Report ----------------------------------------------------------------------------------------------------------
 
 def test_report():
     """PR 233's table says p = 0.0601 and 0.0097. The last group has unlike runs, and one that is left out."""
@@ -308,13 +301,6 @@ def test_report():
     assert "p < 0.01 would take over 100 runs of" in compare.report(near, 3.28)
 
 
-@pytest.mark.parametrize("size, same", [("50257", False), ("257", True)])  # one log names no checksum
-def test_losses_of_other_text(size, same):
-    groups = {"a": made((3.1, 3.2), vocab_size="257", val_sha256="0a"), "b": made((3.1, 3.2), vocab_size=size)}
-    warning = "vocab_size differ between the groups: their losses are not of the same text"
-    assert (warning in compare.report(groups, None)) != same
-
-
 def test_seconds_to_a_loss():
     """Linear between validations: 0.55 and 0.65 of the way from 0.3 s to 0.6 s. The third run resumed at step 10."""
     runs = [*made((3.0, 3.1)), compare.Run("", losses={10: 3.4, 20: 3.2}, seconds={10: 0.3, 20: 0.6}, problem="x")]
@@ -322,12 +308,15 @@ def test_seconds_to_a_loss():
     lines = lines_of(compare.report({"a": runs[:2], "none": runs[2:]}, 3.05))
     assert {"| a | 2 | 20 | 0.600 | 0.000 | – | 3.0500 | 0.0707 | 0.6353 | 0.5000 |",
             "| none | 0 | | – | – | – | – | – | – | – |", "| first steps | 30.00 (0.00) | – |",
-            "| seconds to loss 3.05 | 1 of 2 runs | – |",
-            "* warning: none: n = 0 says nothing about chance"} <= lines
+            "| seconds to loss 3.05 | 1 of 2 runs | – |", "* warning: none: n = 0 says nothing about chance"} <= lines
 
 
 def test_the_target_of_the_track_is_not_one_for_bytes(capsys):
+    """Nor can their losses be compared with those of tokens; one log names no checksum."""
     for size, has_target in (50257, True), (257, False):
+        groups = {"a": made((3.1, 3.2), vocab_size="257", val_sha256="0a"), "b": made((3.1, 3.2), vocab_size=str(size))}
+        warning = "vocab_size differ between the groups: their losses are not of the same text"
+        assert (warning in compare.report(groups, None)) == has_target
         for i, loss in enumerate((1.1, 1.2)):
             Path(f"{i}.txt").write_text(header(vocab_size=size) + steps({0: 5.0, 4: 2.0, 8: loss}))
         for option, shown in ((), has_target and "3.28"), (("--target=1.5",), "1.5"):
@@ -337,8 +326,6 @@ def test_the_target_of_the_track_is_not_one_for_bytes(capsys):
             assert found == [(shown, ""), ("", shown)] * bool(shown)
             assert ("stroke-dasharray" in Path("x.svg").read_text()) == (option == ("--target=1.5",))  # 3.28 is above
 
-
-# ---- Exchange of loss for tokens -------------------------------------------------------------------------------------
 
 def test_exchange():
     """The rate, an arm and a single run, whose intervals are unknown. Only the lengths of SHORT and LONG may differ."""
@@ -395,53 +382,38 @@ def noise(labels, counts, tokens=1000):
             for label, n in zip(labels.split(), counts)}
 
 
-@pytest.mark.parametrize("labels, counts", [
-    ("-b-a +a-b -a+b +a+b", (1, 4, 2, 3)),  # unbalanced: plain means would mix the effects
-    ("-a-b+c +a-b-c -a+b-c +a+b+c", (2, 2, 2, 2)),  # half of eight
-    ("-a-b-c +a-b-c -a+b-c -a-b+c", (2, 1, 2, 3))])  # one factor at a time
-def test_main_effects(labels, counts):
+@pytest.mark.parametrize("labels, counts, shifts", [
+    ("-b-a +a-b -a+b +a+b", (1, 4, 2, 3), ()),  # unbalanced: plain means would mix the effects
+    ("-a-b+c +a-b-c -a+b-c +a+b+c", (2, 2, 2, 2), ()),  # half of eight
+    ("-a-b-c +a-b-c -a+b-c -a-b+c", (2, 1, 2, 3), ()),  # one factor at a time
+    ("-a-b +a-b -a+b +a+b", (3, 3, 3, 3), (0.0, 0.3, -0.2))])  # by seed: the seeds' own shifts are no scatter
+def test_main_effects(labels, counts, shifts):
     """Against numpy; in tokens with the uncertainty of the rate. Groups with other labels stay out."""
     groups, factors = noise(labels, counts), re.findall(r"\w", labels.split()[0])
-    both = [(label, run) for label in groups for run in groups[label]]
-    for _, run in both:
-        del run.facts["seed"]
-    X = np.array([[1, *(1 if f"+{factor}" in label else -1 for factor in factors)] for label, _ in both])
-    y = np.array([[run.loss, run.time] for _, run in both])
-    beta, df = np.linalg.lstsq(X, y, rcond=None)[0], len(X) - len(factors) - 1
+    both = [(label, run, int(run.facts.pop("seed"))) for label in groups for run in groups[label]]
+    for _, run, seed in both if shifts else ():
+        run.facts["seed"], run.losses[20] = str(seed), run.loss + shifts[seed]
+    X = np.array([[1, *(1 if f"+{factor}" in label else -1 for factor in factors), *(seed == i for i in (1, 2) if shifts)]
+                  for label, _, seed in both], float)
+    y = np.array([[run.loss, run.time] for _, run, _ in both])
+    beta, df = np.linalg.lstsq(X, y, rcond=None)[0], len(X) - X.shape[1]
     variances = np.outer(np.diag(np.linalg.inv(X.T @ X)), ((y - X @ beta) ** 2).sum(0) / df)
-    rate = Estimate(0.4, 3e-4, 2)
-    rows = [["effect of (95 %)", "runs +", "runs −", "loss", "p", "time s", "p", "tokens saved %"]]
+    rate, texts = Estimate(0.4, 3e-4, 2), []
+    rows = [[f"effect of{', by seed' * bool(shifts)} (95 %)", "runs +", "runs −", "loss", "p", "time s", "p",
+             "tokens saved %"]]
     for factor, signs, effects, parts in zip(factors, X.T[1:], 2 * beta[1:], 4 * variances[1:]):
         loss, time = (Estimate(effect, part, df) for effect, part in zip(effects, parts))
         log = estimate(loss.value / 0.4, Estimate(0, parts[0] / 0.4 ** 2, df),
                        Estimate(0, 3e-4 * (loss.value / 0.4 ** 2) ** 2, 2))
         rows.append([factor, str((signs > 0).sum()), str((signs < 0).sum()), shown(loss, 4), f"{loss.p:.4f}",
                      shown(time, 3), f"{time.p:.4f}", shown(log, 2, lambda log: 100 * (1 - math.exp(log)))])
+        needed = (n for n in range(2, 101) if Estimate(loss.value, parts[0] * len(X) / 4 / n, 4 * n - 1 - len(factors)
+                                                       - (n - 1) * bool(shifts)).p < 0.05)
+        texts += [f"effect of {factor}, loss: p = {loss.p:.4f}; p < 0.05 would take {next(needed, 'over 100')} runs of"
+                  " each label with this mean and scatter"] * bool(loss.p >= 0.05)
     used = {"base": made((9.0, 9.5))} | groups
-    assert compare.main_effects(used, rate, warnings := []) == rows
-    assert len(warnings) == sum(float(row[4]) >= 0.05 for row in rows[1:])
+    assert compare.main_effects(used, rate, warnings := []) == rows and warnings == texts
     assert compare.main_effects(used, None, []) == [row[:-1] for row in rows]
-
-
-def test_effects_by_seed():
-    """Against numpy, with a mean for each seed. The seeds' own shift, here the largest part, is no scatter."""
-    labels, shifts = "-a-b +a-b -a+b +a+b".split(), (0.0, 0.3, -0.2)
-    noise = np.random.default_rng(3).normal(0, 0.002, (4, 3))
-    used = {label: made([3.3 - 0.001 * (label[0] == "+") + shift + error for shift, error in zip(shifts, errors)])
-            for label, errors in zip(labels, noise)}
-    for runs in used.values():
-        for seed, run in enumerate(runs):
-            run.facts["seed"] = str(seed)
-    X = np.array([[1, 1 if "+a" in label else -1, 1 if "+b" in label else -1, seed == 1, seed == 2]
-                  for label in labels for seed in range(3)], float)
-    y = np.array([run.loss for runs in used.values() for run in runs])
-    beta, df = np.linalg.lstsq(X, y, rcond=None)[0], 12 - 5
-    variance = np.linalg.inv(X.T @ X)[1, 1] * ((y - X @ beta) ** 2).sum() / df
-    effect = Estimate(2 * beta[1], 4 * variance, df)
-    rows = compare.main_effects(used, None, warnings := [])
-    assert rows[0][0] == "effect of, by seed (95 %)" and rows[1][3:5] == [shown(effect, 4), f"{effect.p:.4f}"]
-    needed = next(n for n in range(2, 101) if Estimate(effect.value, effect.variance * 3 / n, 3 * n - 2).p < 0.05)
-    assert f"effect of a, loss: p = {effect.p:.4f}; p < 0.05 would take {needed} runs of each label" in warnings[0]
 
 
 @pytest.mark.parametrize("labels, unknown, warning", [
@@ -455,19 +427,15 @@ def test_aliased_factors(labels, unknown, warning):
     assert {row[0] for row in rows if row[3:] == ["–"] * 4} == {*unknown}
 
 
-@pytest.mark.parametrize("seeds", ["1 1 2 2", "1 2 3 4", "1 1 1"])
-def test_seeds_that_tell_nothing(seeds):
-    """Of each label its own, of each run its own, or of some runs only."""
-    used = noise("-a +a", [2, 2])
-    for run, seed in zip(sum(used.values(), []), seeds.split() + [None]):
-        run.facts.pop("seed")
-        run.facts |= {"seed": seed} if seed else {}
-    rows = compare.main_effects(used, None, [])
-    assert rows[0][0] == "effect of (95 %)" and "–" not in rows[1]
-
-
 def test_sets_without_effects():
-    """No interval where no run is left for the noise. No table where the labels name other factors."""
+    """No interval where no run is left for the noise. No table where the labels name other factors. No part for seeds
+    where each label has its own, where each run has, or where some runs have none."""
+    for seeds in ["1", "1", "2", "2"], ["1", "2", "3", "4"], ["1", "1", "1", None]:
+        used = noise("-a +a", [2, 2])
+        for run, seed in zip(sum(used.values(), []), seeds):
+            run.facts = {"seed": seed} if seed else {}
+        rows = compare.main_effects(used, None, [])
+        assert rows[0][0] == "effect of (95 %)" and "–" not in rows[1]
     rows = compare.main_effects({"-a": made([3.4], [10.0]), "+a": made([3.3], [10.5])}, None, [])
     assert rows[1] == ["a", "1", "1", "-0.1000 (–)", "–", "+0.500 (–)", "–"]
     report = compare.report(noise("-a +b", [2, 2]), 3.28)
@@ -477,8 +445,6 @@ def test_sets_without_effects():
     warning = "* warning: effects: the runs differ in tokens (900, 1000), so the effects are not at equal tokens"
     assert warning in report and "\n\n| effect of, by seed (95 %) | runs + |" in report
 
-
-# ---- Diff, plot, script ----------------------------------------------------------------------------------------------
 
 def test_diff(call):
     """Settings, then sources."""
@@ -516,16 +482,11 @@ def test_plot(call):
 
 def test_csv(call):
     """All runs, also one that did not finish; a step may have a loss of one kind alone."""
-    write("a.txt", steps({0: 9.0, 2: 3.5})), write("b,c.txt", header(), steps({0: 9.0, 5: 4.0}).partition("step:2/5")[0])
+    write("a.txt", steps({0: 9.0, 2: 3.5})), write("b,c.txt", steps({0: 9.0, 5: 4.0}).partition("step:2/5")[0])
     call("one=a.txt", "two=b,c.txt", "--csv=curves.csv")
-    assert Path("curves.csv").read_text() == """\
-label,run,step,seconds,train_loss,val_loss
-one,a,0,0.0,,9.0
-one,a,1,0.03,5.1,
-one,a,2,0.06,5.2,3.5
-two,"b,c",0,0.0,,9.0
-two,"b,c",1,0.03,5.1,
-"""
+    assert Path("curves.csv").read_text().split("\n") == [
+        "label,run,step,seconds,train_loss,val_loss", "one,a,0,0.0,,9.0", "one,a,1,0.03,5.1,", "one,a,2,0.06,5.2,3.5",
+        'two,"b,c",0,0.0,,9.0', 'two,"b,c",1,0.03,5.1,', ""]
 
 
 def test_script():

@@ -142,7 +142,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--depth=8 --layers=9": "--depth=8: --layers or a checkpoint gives the model 9 layers",
     "--muon_warmup=0.7 --muon_cooldown=0.4": r"--muon_warmup=0.7 --muon_cooldown=0.4: 917 and 524 steps, .* only 1310",
     "--preset=record74 --scheduled_steps=300": "--muon_warmup=300 --muon_cooldown=50: 300 and 50 steps, .* only 340",
-    "--dtype=float32": "--kernels=attention:torch",
+    "--dtype=float32": "--kernels=attention:torch", "--device=mps": "trains in --dtype=float32",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 999999 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
     "--stage2.share=0": "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0",

@@ -67,7 +67,7 @@ def test_a_tilde_is_the_home_folder(run, home, monkeypatch, capsys):
     assert not Path("~").exists() and not (ROOT / "~").exists()
 
 
-PROGRAMS = [*(f"records/{name}.py --help" for name in ("compare", "evaluate", "rerun", "trace")),
+PROGRAMS = [*(f"records/{name}.py --help" for name in ("compare", "evaluate", "pack", "rerun", "trace")),
             "records/repeat.py --repeat 1", "data/prepare.py --help", "data/prepare.py text nothing --help",
             "train_gpt.py --help", "train_gpt.py --check --preset=cpu"]
 
@@ -142,13 +142,10 @@ def test_the_command_of_prepare_runs_where_it_is_printed(tmp_path):
     assert done.returncode == 0 and re.search("^training data .* yes$", done.stdout, re.M), (done.stdout, done.stderr)
 
 
-def test_one_process_needs_no_network(monkeypatch):
+def test_no_process_asks_the_network(monkeypatch):
+    """One alone makes no process group. Several say what is wrong where they cannot reach each other."""
     monkeypatch.setattr(T.dist, "init_process_group", Mock(side_effect=AssertionError("it makes a process group")))
     assert machine_of_run.init_runtime(T.PRESETS["cpu"].config) == machine_of_run.Runtime(0, 1, T.torch.device("cpu"))
-
-
-def test_several_processes_ask_nobody_for_a_name(monkeypatch):
-    """And say what is wrong where they cannot reach each other."""
     monkeypatch.setattr(socket, "getfqdn", Mock(side_effect=AssertionError("it asks the network")))
     launch.stay_here()
     assert socket.getfqdn() == socket.getfqdn("node17") == "localhost"
@@ -156,8 +153,6 @@ def test_several_processes_ask_nobody_for_a_name(monkeypatch):
     with pytest.raises(SystemExit, match="error: .*Network is unreachable.*NPROC=1"):
         launch.stay_here()
 
-
-# ---- A busy machine --------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def machine(monkeypatch):

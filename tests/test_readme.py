@@ -50,8 +50,6 @@ def commands(text):
     return {" ".join(line.split()) for line in lines + inline} - {""}
 
 
-# ---- Commands --------------------------------------------------------------------------------------------------------
-
 COMMANDS = sorted(set().union(*(commands((ROOT / name).read_text()) for name in WITH_COMMANDS)))
 SHELL = {  # commands that neither Python nor run.sh parses; the tests of run.sh execute some of their kind
     "python3 -m venv .venv", ".venv/bin/python -m pip install -r requirements.txt", "pip install -r requirements.txt",
@@ -209,8 +207,6 @@ def test_worked_examples(corpus, copy):
     assert f"\nstage3.batch_tokens: {new_tokens}\n" in log and "\nstage5.batch_tokens: 512\n" in log
     assert f"\ntokens: {4 * 512 + new_tokens}\n" in out and "\nstep:5/5 val_loss:" in out  # one step of each stage
 
-
-# ---- Knobs, messages, links ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_knobs_exist(name):

@@ -1,5 +1,4 @@
-"""records/rerun.py with FAKE, a few lines that write a log in the format of the trainer. One run and its rerun are
-real."""
+"""records/rerun.py and pack.py with FAKE, which writes a log in the format of the trainer. One run is real."""
 
 import getpass
 import gzip
@@ -196,8 +195,9 @@ def test_logs_that_cannot_be_trained_again(tmp_path, log, again, monkeypatch, ca
     ([str(next((ROOT / "records").glob("*/seed1_*.txt")))], "lacks `command`, `sources`, `train_shards`, ")])
 def test_errors_are_one_line(log, monkeypatch, arguments, message):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=f"^.*{message}.*$"):
-        rerun.main([str(log) if argument == "LOG" else argument for argument in arguments])
+    for program in [rerun] + [pack] * (len(arguments) < 2 and "lacks" not in message):
+        with pytest.raises(UserError, match=f"^.*{message}.*$"):
+            program.main([str(log) if argument == "LOG" else argument for argument in arguments])
 
 
 @pytest.mark.parametrize("ranks, gpus, count", [(8, 9, 8), (8, 7, 4), (8, 1, 1), (6, 5, 3), (1, 1, 1)])
@@ -267,8 +267,6 @@ def test_a_real_run_is_repeated_digit_for_digit(corpus, tmp_path, capfd, monkeyp
     assert new.losses == run.losses and len(run.losses) > 3 and new.source == run.source
 
 
-# ---- Packed logs -----------------------------------------------------------------------------------------------------
-
 def test_a_packed_log_has_no_private_names_and_trains_again(log, again, tmp_path, monkeypatch, capfd):
     home = tmp_path / "homes/Änn"
     for target, name, value in (platform, "node", "DeepBox.example.org"), (getpass, "getuser", "Änn"), (Path, "home", home):
@@ -291,7 +289,4 @@ def test_a_packed_log_has_no_private_names_and_trains_again(log, again, tmp_path
     monkeypatch.setattr(getpass, "getuser", lambda: "knobs")  # the code needs this word
     assert pack.main([str(log)]) == 0 and "stays: knobs, " in capfd.readouterr().out
     assert rerun.unpack(compare.read_run(Path("user_1.txt")))[0] == ("train_gpt.py", FAKE)
-    for arguments, message in ([], "one log"), (["--x"], "one log"), ([str(ROOT / "README.md")], "not the log of a run"):
-        with pytest.raises(UserError, match=message):
-            pack.main(arguments)
     assert {*os.listdir()} == {"user_1.zip", "user_1.txt", "user_1_rank0.json.gz"}

@@ -65,7 +65,7 @@ def size_is_open(argv):
     ("--preset=record --train_tokens=1e8", False), ("--preset=cpu --minutes=1", False),
     *((f"--train_tokens=27e6 --{knob}", False) for knob in (
         "model_dim=768", "num_heads=8", "depth=8", "layer3.xsa=false", "layers=9", "backout_layer=none", "device=cpu",
-        "resume=x.pt", "init_from=x.pt"))])
+        "device=mps", "resume=x.pt", "init_from=x.pt"))])
 def test_when_the_size_is_chosen(args, open):
     args = args.split()
     assert size_is_open(args if args and "preset" in args[0] else ["--preset=single", *args]) == open
