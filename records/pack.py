@@ -16,6 +16,7 @@ import re
 import sys
 import tokenize
 import zipfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,10 +41,11 @@ def words_of(source) -> set[str]:
 
 def private_names(log: Path, words) -> tuple[list[tuple[str, str]], list[str]]:
     """([(pattern, what stands in its place)], the names that must stay, since the code of the log has these words)."""
-    home, node, names = Path.home(), platform.node(), {}
-    names |= dict.fromkeys(filter(None, (node, node.partition(".")[0])), "host") | {home.name: "user"}
+    home, node = Path.home(), platform.node()
+    names = {node: "host", node.partition(".")[0]: "host", home.name: "user"}
     with suppress(KeyError, OSError, ImportError):  # an account without a name
         names[getpass.getuser()] = "user"
+    names.pop("", None)
     kept, patterns = sorted(name for name in names if name.lower() in words), []
 
     def add(before, text, after, new):
@@ -78,7 +80,7 @@ def pack(log: Path) -> tuple[Path, list[str], dict[str, int], list[str]]:
     archive, names = Path(public(log.stem) + ".zip"), []
     with atomic_write(archive) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
         for path in (log, *beside):
-            with user_error(f"cannot read {path}"):
+            with user_error(f"cannot read {path}", EOFError, zlib.error):
                 data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             data = public(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
             names.append(public(path.name))
@@ -93,7 +95,7 @@ def main(argv) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise UserError("expected a log, and nothing else (see --help)")
     archive, names, counts, kept = pack(user_path(argv[0]))
-    print(f"{archive}: {', '.join(names)}")
+    print(f"{archive}, {archive.stat().st_size / 1e6:.1f} MB: {', '.join(names)}")
     for new, title in TITLES.items():
         print(f"replaced {counts.get(new, 0)} times by {new}: {title}")
     for name in kept:
