@@ -144,24 +144,21 @@ def test_stray_and_broken_lines():
 
 
 @pytest.mark.parametrize("args, message", [
-    ("none.txt", "'none.txt': no such file, no folder with *.txt or *.log, no pattern that matches"),
-    ("base=", "'': no such file"), ("empty", "'empty': no such file"),
-    ("a.bin", "a.bin: not the log of a run (no line like"), ("README.md", "README.md: not the log of a run"),
-    ("", "the following arguments are required: [label=]log (see --help)"),
-    ("a.txt --target=x", "--target: invalid float value: 'x'"),
-    ("a.txt x=empty/../a*.txt", "empty/../a.txt and a.txt are the same log: name each run once"),
-    ("a.txt copy.txt", "copy.txt and a.txt are the same log: name each run once"),
-    ("a.txt --diff", "--diff takes two logs, or two groups"), ("a.txt --plot=a.pdf", "a.pdf: draws .svg"),
-    ("a.txt --plot=a.bin/a.svg", "cannot write a.bin/a.svg: "),
-    ("x.txt --plot=a.svg", "--plot=a.svg: there are no losses to draw"),
-    ("a=short.txt --exchange=a,b", "--exchange: 'b' is not a group with a finished run; there are a"),
-    ("a=short.txt --exchange=a", "--exchange=a: takes two labels"),
-    ("a=short.txt b=same.txt --exchange=a,b",
-     "--exchange: the rate is nan, not positive: a and b must be of two lengths"),
-    ("a=short.txt x=x.txt --exchange=a,x", "--exchange: 'x' is not a group with a finished run"),
     ("a=short.txt b=same.txt long.txt --exchange=a,b", "the runs of b have 1000, 2000 tokens: all must have as many"),
     ("a=short.txt b=a.txt --exchange=a,b", "--exchange: the runs of b have 0 tokens: all must have as many, and 0"),
-    ("a=short.txt b=long.txt --exchange=a,b", "--exchange: the rate is -0.1443, not positive: a and b must")])
+    ("a=short.txt b=same.txt --exchange=a,b", "--exchange: the rate is nan, not positive: a and b must be of"),
+    ("a=short.txt b=long.txt --exchange=a,b", "--exchange: the rate is -0.1443, not positive: a and b must"),
+    ("a=short.txt --exchange=a,b", "--exchange: 'b' is not a group with a finished run; there are a"),
+    ("none.txt", "'none.txt': no such file, no folder with *.txt or *.log, no pattern that matches"),
+    ("a.txt x=empty/../a*.txt", "empty/../a.txt and a.txt are the same log: name each run once"),
+    ("a=short.txt x=x.txt --exchange=a,x", "--exchange: 'x' is not a group with a finished run"),
+    ("a.txt copy.txt", "copy.txt and a.txt are the same log: name each run once"), ("empty", "'empty': no such file"),
+    ("", "the following arguments are required: [label=]log (see --help)"), ("base=", "'': no such file"),
+    ("x.txt --plot=a.svg", "--plot=a.svg: there are no losses to draw"), ("a.txt --plot=a.pdf", "a.pdf: draws .svg"),
+    ("a=short.txt --exchange=a", "--exchange=a: takes two labels"), ("README.md", "README.md: not the log of a run"),
+    ("a.txt --target=x", "--target: invalid float value: 'x'"),
+    ("a.txt --plot=a.bin/a.svg", "cannot write a.bin/a.svg: "),
+    ("a.txt --diff", "--diff takes two logs, or two groups"), ("a.bin", "a.bin: not the log of a run (no line like")])
 def test_errors_are_one_line(call, args, message):
     """Nothing is written."""
     for name, loss, tokens in ("short", 3.3, 1000), ("same", 3.3, 1000), ("long", 3.4, 2000):
