@@ -56,7 +56,7 @@ from data import require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import momentum_steps, scaled, stage_starts
+from data.run.length import momentum_steps, scaled, stage_starts, val_tokens
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
     require_finite, run_program, serve, told)
@@ -323,12 +323,13 @@ def recipe(tokens=340e6, gpus=1) -> Config:
     rate, narrow = longer**-0.08, max(0.0, 0.5 - 0.29 * math.log(longer))
     # 5. Muon's weight decay: the matrices of a longer run have more steps in which to shrink (11-27_learning).
     # 6. Cool-down over .7 of the run. Windows and documents grow; only the first stage predicts a second token, too
-    #    (11-22_short_runs). Validations of 65536 tokens fit small GPUs.
+    #    (11-22_short_runs). Validations in pieces of 65536 tokens fit small GPUs. About ten of few tokens, then the last.
     config = with_knobs(
         BASE, ngram_rows=(5e5, 5e5), lazy_tables=True, width_lr_power=round(narrow, 3),
         adam_lr=round(0.00875 * rate, 5), table_lr=round(0.0104 * rate, 5), table_beta2=0.98, muon_beta2=0.9,
         muon_wd=round(2.4 * longer**-0.27, 3), muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03,
-        cooldown_frac=0.7, scheduled_steps=800, extension_steps=24, micro_batches=0, val_batch_tokens=65536, stages=(
+        cooldown_frac=0.7, scheduled_steps=800, extension_steps=24, micro_batches=0, val_batch_tokens=65536,
+        val_every=0.1, val_share=0.01, stages=(
             Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
             Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
@@ -355,9 +356,9 @@ PRESETS = {
         head_pairs=True, pointer=True, layers=wire(4, narrow=False), backout_layer=2, scheduled_steps=1704,
         extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.88),
         muon_warmup=0.2, muon_cooldown=0.03, muon_beta2=0.9, adam_lr=0.0101, table_lr=0.012, adam_every=1,
-        table_beta2=0.98, average_blend=0.5, device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
+        table_beta2=0.98, average_blend=0.5, device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=0.1,
         train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
-        val_batch_tokens=8192, sample_tokens=200, sample_prompt="def ",
+        val_batch_tokens=8192, val_share=0.01, sample_tokens=200, sample_prompt="def ",
         stages=(
             Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
             Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
@@ -1462,8 +1463,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     watch.lap("log")
     try:
         trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
-        ready = time.perf_counter()
-        on_gpu = rt.device.type == "cuda"
+        ready, on_gpu = time.perf_counter(), rt.device.type == "cuda"
         if on_gpu:
             log.line("Compiling kernels and capturing graphs")
         if seconds:
@@ -1533,10 +1533,9 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
 
 
 def validate(summed_loss, data, attn, rt) -> float:
-    """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none.
-    summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D."""
-    losses = [summed_loss(batch, attn) for batch in data][:data.pieces]  # a repeated piece does not count
-    total = sum(losses, torch.zeros((), device=rt.device))
+    """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none; a repeated
+    piece does not count. summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D."""
+    total = sum([summed_loss(batch, attn) for batch in data][:data.pieces], torch.zeros((), device=rt.device))
     all_reduce(total, rt)
     return total.item() / data.config.data.val_tokens
 
@@ -1573,7 +1572,6 @@ class Trainer:
             self.hash_ids = ((resumed or initial)["model"]["hash_ids"].numpy() if resumed or initial else
                              normalised_ids(text_codec(config.model.vocab_size)[1], config.model))
             log.line(f"hash_ids: sha256 {hashlib.sha256(self.hash_ids.tobytes()).hexdigest()}")
-        self.validation = ValidationData(config, rt, self.hash_ids, self.shards["val"])
         self.set_length(config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device, rt.world)
@@ -1614,6 +1612,8 @@ class Trainer:
         self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
         numbers = [[*update_numbers(config, plan).values()] for plan in self.plans]
         self.number_table = torch.tensor(numbers, dtype=torch.float32, device=self.rt.device)  # (steps + 1, names)
+        self.validations = [ValidationData(with_knobs(config, val_tokens=tokens), self.rt, self.hash_ids,
+                                           self.shards["val"]) for tokens in val_tokens(config)]
         self.loader = self.new_loader(self.plans[:-1], config)
 
     def new_loader(self, plans, config):
@@ -1679,7 +1679,7 @@ class Trainer:
         """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
-        val_every = system.val_steps(self.total)
+        val_steps = system.val_steps(self.total)
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1693,7 +1693,7 @@ class Trainer:
                     self.profiler.stop()
             last = step == self.total
             stops = not last and (self.agreed if self.rt.world > 1 else self.stop.number)
-            validates = last or not stops and val_every and step % val_every == 0
+            validates = last or not stops and step in val_steps
             saves = self.first_step < step < self.total and (
                 system.save or system.save_every if stops else system.save_every and step % system.save_every == 0)
             if last and self.config.optim.average_blend:
@@ -1703,10 +1703,10 @@ class Trainer:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
-                        attn = self.attn[-1 if last else plan.stage]
-                        loss = validate(self.summed_loss, self.validation, attn, self.rt)
-                        self.log.step(step, self.total, f"val_loss:{loss:.4f}", seconds)
-                        require_finite(loss, f"validation loss before step {step}")
+                        attn, data = self.attn[-1 if last else plan.stage], self.validations[:1 + last]
+                        losses = [validate(self.summed_loss, each, attn, self.rt) for each in data]
+                        self.log.validation(self.config, step, losses, seconds)
+                        require_finite(loss := losses[-1], f"validation loss before step {step}")
                     if saves:
                         save(self, step, seconds)
                     if stops:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 
 from data import NGRAM_FACTORS
 from data.run.length import (
-    BORDERS, CPU_SECONDS_PER_TOKEN, SHORTEST_RUN, SIZE_KNOBS, Size, h100s, in_steps, momentum_steps, scaled, seconds,
+    BORDERS, CPU_SECONDS_PER_TOKEN, SHORTEST_RUN, SIZE_KNOBS, Size, h100s, momentum_steps, scaled, seconds,
     stage_starts, total_tokens, with_steps)
 from data.run.program import UserError
 
@@ -65,6 +65,7 @@ class Data:
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
     val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
     val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
+    val_share: Annotated[float, Bounds(0, 1)] = 0.0  # tokens of a validation but the last / of the run (0: val_tokens)
     tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
 
 
@@ -101,9 +102,10 @@ class System:
         start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
         return range(start, start + count)
 
-    def val_steps(self, total) -> int:
-        """Steps between validations in a run of `total` steps; 0: one at the end."""
-        return max(1, in_steps(self.val_every, total)) if self.val_every else 0
+    def val_steps(self, total) -> set[int]:
+        """The steps before which a run of `total` steps validates; it also does so at its end."""
+        every = self.val_every if self.val_every >= 1 else max(1, self.val_every * total)
+        return {round(i * every) for i in range(math.ceil(total / every))} if self.val_every else set()
 
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
@@ -570,10 +572,10 @@ def faults(config, world, first_step):
     # steps, so the two may share one step.
     yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
            f"{warmup} and {cooldown} steps, but the run has only {total}")
-    steps, pauses = system.profiled, (system.val_steps(total) or total, system.save_every or total)
+    steps, pauses = system.profiled, system.val_steps(total) | {*range(0, total, system.save_every or total)}
     yield (system.profile and not first_step <= steps.start < steps.stop <= total, "profile",
            f"the run has steps {first_step} to {total - 1}")
-    yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
+    yield not pauses.isdisjoint(steps[1:]), "profile", (
         "a validation or a checkpoint comes in between; take other steps, or change"
         f" --val_every={system.val_every} or --save_every={system.save_every}")
     has_kernel = system.device == "cuda" and system.kernels != "torch" and "attention:torch" not in system.kernels

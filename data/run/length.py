@@ -54,15 +54,19 @@ def total_tokens(schedule) -> int:
     return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
 
 
-def in_steps(period, total) -> int:
-    """A number of steps, which below 1 is given as a part of the `total`."""
-    return period if period >= 1 else round(period * total)
+def val_tokens(config) -> list[int]:
+    """[tokens of each validation but the last, tokens of the last one], or one number for both. The former are the
+    `val_share` of the run's tokens, in whole pieces: of a part of the text, so that they take little time."""
+    data = config.data
+    pieces = math.ceil(data.val_share * total_tokens(config.schedule) / data.val_batch_tokens)
+    early = min(data.val_tokens, pieces * data.val_batch_tokens)
+    return [early, data.val_tokens] if 0 < early < data.val_tokens else [data.val_tokens]
 
 
 def momentum_steps(schedule) -> tuple[int, int]:
-    """Number of steps of the warm-up and of the cool-down of Muon's momentum."""
+    """Number of steps of the warm-up and of the cool-down of Muon's momentum. Below 1 they are parts of the run."""
     total = stage_starts(schedule)[-1]
-    return tuple(in_steps(x, total) for x in (schedule.muon_warmup, schedule.muon_cooldown))
+    return tuple(x if x >= 1 else round(x * total) for x in (schedule.muon_warmup, schedule.muon_cooldown))
 
 
 def with_steps(schedule, costs, budget, extension=None):
