@@ -436,12 +436,12 @@ def embedding_cases():
             pieces = torch.from_numpy(L.sorted_pieces(rows_of_tokens.cpu().numpy())).to(DEVICE)
             args = torch.zeros(rows, D, device=DEVICE, dtype=BF16), tk.SortedIds(rows_of_tokens, pieces), rand(N, D)
             yield case("embedding_grad", f"{name}, {N}", args, (N, D, rows_of_tokens.unique().numel()), "plain", calls)
-        args = example("embedding_grad", R=V * 5, N=N)
+        args = example("embedding_grad", R=bigrams, N=N)
         ids, (place, count) = args[1].ids, args[3:6:2]
         yield Case("embedding_grad", f"2 orders, {N}, places for all rows",
                    after(partial(tk.embedding_grad, *args), place, count),
                    (0, 2 * D * (len(ids) + ids.unique().numel())), calls=MICRO)
-        table, ids, _, signs, sign_ids = example("signed_rows", R=V * 5, N=N)
+        table, ids, _, signs, sign_ids = example("signed_rows", R=bigrams, N=N)
         for orders in 1, 2:
             args = table, ids[:orders * N], orders, signs, sign_ids[:orders * N]
             yield case("signed_rows", f"{orders} orders, {N}", args, (N, D, orders), "plain", MICRO)

@@ -92,7 +92,7 @@ def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
     seen = ready(process, "^step:2/.*\n")
     for number in ignored:
         process.send_signal(number)
-    seen = ready(process, "^step:30/.*\n", seen=seen)
+    seen = ready(process, "^step:8/.*\n", seen=seen)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signum)
     out, err, status = finish(process, 25, "".join(f"pid {child}\n" for child in children) + seen)
