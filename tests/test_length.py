@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import train_gpt as T
-from data.run.config import flatten, with_knobs
+from data.run.config import System, flatten, with_knobs
 from data.run.length import (
-    CPU_SECONDS_PER_TOKEN, Size, h100s, needed_tokens, seconds, stage_starts, total_tokens, with_minutes)
+    CPU_SECONDS_PER_TOKEN, Size, h100s, needed_tokens, seconds, stage_starts, total_tokens, val_tokens,
+    with_minutes)
 from data.run.program import UserError
 from records import compare, rerun
 from test_checkpoint import train
@@ -133,6 +134,21 @@ def test_tokens_to_download():
             (["--preset=single"], 1, 340e6), (["--preset=single", "--minutes=1"], 1, 60 / seconds(Size(512, 6), 1)),
             (["--minutes=1"], 4, 60 / seconds(Size(640, 8), 1, 4**0.9))):
         assert needed_tokens(T.parse_config(args, world), world) == pytest.approx(2.2 * tokens, rel=1e-4)
+
+
+def test_validations():
+    """About ten, evenly, the last on all tokens, the others on few; or all after so many steps, as in record 74."""
+    for total in 20, 21, 99, 824, 10**5 + 7:
+        steps = sorted(System(val_every=0.1).val_steps(total)) + [total]
+        gaps = np.diff(steps)
+        assert len(steps) == 11 and steps[0] == 0 and gaps.max() - gaps.min() <= 1
+    assert [System(val_every=every).val_steps(9) for every in (4, 0, 1e-9)] == [{0, 4, 8}, set(), {*range(9)}]
+    for words, every, tokens in (
+            ("--preset=record74", 250, [10485760]), ("", 250, [10485760]), ("--preset=cpu", 0.1, [24576, 65536]),
+            ("--preset=cpu --train_tokens=1e7", 0.1, [65536]), ("--preset=cpu --val_share=0", 0.1, [65536]),
+            ("--preset=single --train_tokens=20e6", 0.1, [4 * 65536, 10485760])):
+        config = T.parse_config(words.split())
+        assert (config.system.val_every, val_tokens(config)) == (every, tokens), words
 
 
 def test_what_is_set_by_hand_stays():
