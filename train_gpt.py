@@ -56,7 +56,7 @@ from data import require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import momentum_steps, scaled, stage_starts, val_tokens
+from data.run.length import expected_losses, momentum_steps, scaled, stage_starts, val_tokens
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
     require_finite, run_program, serve, told)
@@ -323,7 +323,7 @@ def recipe(tokens=340e6, gpus=1) -> Config:
     rate, narrow = longer**-0.08, max(0.0, 0.5 - 0.29 * math.log(longer))
     # 5. Muon's weight decay: the matrices of a longer run have more steps in which to shrink (11-27_learning).
     # 6. Cool-down over .7 of the run. Windows and documents grow; only the first stage predicts a second token, too
-    #    (11-22_short_runs). Validations in pieces of 65536 tokens fit small GPUs. About ten of few tokens, then the last.
+    #    (11-22_short_runs). Validations in pieces of 65536 tokens fit small GPUs; all but the last are short.
     config = with_knobs(
         BASE, ngram_rows=(5e5, 5e5), lazy_tables=True, width_lr_power=round(narrow, 3),
         adam_lr=round(0.00875 * rate, 5), table_lr=round(0.0104 * rate, 5), table_beta2=0.98, muon_beta2=0.9,
@@ -1452,8 +1452,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices, shards)
         facts, doubt = facts_of_run(config)
-        doubts = [doubt] * bool(doubt) + shards["train"].warnings + shards["val"].warnings
-        for line in [size] * bool(size) + faults + [f"warning: {text}" for text in doubts]:
+        doubts = [f"warning: {text}" for text in (doubt, *shards["train"].warnings, *shards["val"].warnings) if text]
+        for line in filter(None, (size, *faults, *doubts, expected_losses(config, RECORD74, facts))):
             log.line(line)
     stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None

@@ -10,7 +10,7 @@ import pytest
 import train_gpt as T
 from data.run.config import System, flatten, with_knobs
 from data.run.length import (
-    CPU_SECONDS_PER_TOKEN, Size, h100s, needed_tokens, seconds, stage_starts, total_tokens, val_tokens,
+    CPU_SECONDS_PER_TOKEN, Size, expected_losses, h100s, needed_tokens, seconds, stage_starts, total_tokens, val_tokens,
     with_minutes)
 from data.run.program import UserError
 from records import compare, rerun
@@ -149,6 +149,18 @@ def test_validations():
             ("--preset=single --train_tokens=20e6", 0.1, [4 * 65536, 10485760])):
         config = T.parse_config(words.split())
         assert (config.system.val_every, val_tokens(config)) == (every, tokens), words
+
+
+def test_expected_losses():
+    """What is known: that of equal chances, that of a unigram for own text, the curve of record 74 with its settings."""
+    def line(*args, facts=None):
+        return expected_losses(T.parse_config(args), T.RECORD74, facts)
+    start, curve = "val_loss to expect: about {} at step 0, where all tokens are as likely{}", "; then, .* 1490: 3.2788"
+    assert line("--preset=single") == line("--preset=record74", "--muon_lr=0.02") == start.format(10.82, "")
+    assert line("--preset=cpu", facts={"unigram_loss": 3.18789}) == start.format(
+        5.55, "; soon below 3.1879, that of a unigram of the training text")
+    assert re.fullmatch(start.format(10.82, curve), line("--preset=record74", "--seed=3", "--micro_batches=16"))
+    assert expected_losses(with_knobs(T.RECORD74, resume="x.pt"), T.RECORD74, None) == ""
 
 
 def test_what_is_set_by_hand_stays():

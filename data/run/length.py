@@ -1,4 +1,5 @@
-"""The length of a run: its steps, what follows from --train_tokens or --minutes, and the size of the model.
+"""The length of a run: its steps, what follows from --train_tokens or --minutes, the size of the model, and the losses
+to expect.
 
 In the same time, a smaller model trains on more tokens, and a larger one learns more from each.
 """
@@ -32,6 +33,8 @@ class Size(NamedTuple):
 BORDERS = {Size(384, 4): 20, Size(512, 6): 88, Size(640, 8): 277, Size(768, 11): math.inf}
 # A knob that is set by hand leaves the size as it is if it is one of these, --depth, or that of a layer.
 SIZE_KNOBS = {"model_dim", "num_heads", "backout_layer"}
+# Mean validation losses of record 74 on FineWeb before these steps.
+PUBLIC_LOSSES = "250: 4.508, 500: 4.239, 750: 3.804, 1000: 3.517, 1250: 3.372, 1490: 3.2788"
 CPU_SECONDS_PER_TOKEN = 130e-6  # roughly: of `cpu` on two cores
 SHORTEST_RUN = 20  # steps
 
@@ -149,3 +152,16 @@ def seconds(size, tokens, speed=1.0) -> float:
 def best_size(time=0.0, tokens=0.0) -> Size:
     """The size that learns most in a time, in seconds of one H100, or in the time in which it takes so many tokens."""
     return next(size for size, border in BORDERS.items() if (time or seconds(size, tokens)) <= border)
+
+
+def expected_losses(config, record74, facts) -> str:
+    """A line about the validation losses of a new run, as far as anybody knows them; "" of one that goes on. record74:
+    that preset; facts: `facts_of_run`."""
+    if config.system.resume or config.system.init_from:
+        return ""
+    line = f"val_loss to expect: about {math.log(config.model.vocab_size):.2f} at step 0, where all tokens are as likely"
+    if facts:
+        line += f"; soon below {facts['unigram_loss']:.4f}, that of a unigram of the training text"
+    if config == dataclasses.replace(record74, system=config.system):
+        line += f"; then, as in four public runs with these settings (PR 233), {PUBLIC_LOSSES}"
+    return line
