@@ -20,6 +20,7 @@ usage() {
 ./run.sh data [argument ...]  only get the data for a run with these arguments
 ./run.sh test [argument ...]  run the tests on all cores, or those of the files among the arguments; the arguments go to
                               pytest (-n 0: in one process)
+./run.sh test --gpu           only the files with tests of a GPU, a process for each; a table of them comes last
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
                               train N times for each label, in turn (A B A B), then compare the finished runs;
                               arguments before the first label are for all labels; seeds count from --seed=S (1),
@@ -156,6 +157,7 @@ fi
 [ -z "$help" ] || exec "$python" train_gpt.py "$@"
 case $mode in
   test)
+    [ "${1:-}" != --gpu ] || exec "$python" .ci/gpu.py "${@:2}"
     tests=tests
     for argument in "$@"; do [ ! -e "${argument%%::*}" ] || tests=""; done
     exec "$python" -m pytest $tests -q -n auto --dist loadfile "$@" ;;  # each core takes whole files

@@ -146,13 +146,14 @@ def test_validations():
     for words, every, tokens in (
             ("--preset=record74", 250, [10485760]), ("", 250, [10485760]), ("--preset=cpu", 0.1, [24576, 65536]),
             ("--preset=cpu --train_tokens=1e7", 0.1, [65536]), ("--preset=cpu --val_share=0", 0.1, [65536]),
+            ("--preset=cpu --val_every=0", 0, [65536]),
             ("--preset=single --train_tokens=20e6", 0.1, [4 * 65536, 10485760])):
         config = T.parse_config(words.split())
         assert (config.system.val_every, val_tokens(config)) == (every, tokens), words
 
 
 def test_expected_losses():
-    """What is known: that of equal chances, that of a unigram for own text, the curve of record 74 with its settings."""
+    """What is known: that of equal chances, that of a unigram for own text, the curve of record 74 for its settings."""
     def line(*args, facts=None):
         return expected_losses(T.parse_config(args), T.RECORD74, facts)
     start, curve = "val_loss to expect: about {} at step 0, where all tokens are as likely{}", "; then, .* 1490: 3.2788"

@@ -5,6 +5,7 @@ The stand-in runs only `-c` programs, with the real interpreter and a site folde
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from data.run import launch
+from data.run.program import UserError
 from test_repeat import script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -353,7 +355,28 @@ def test_the_tests_of_a_file(machine):
     for argv, files in [["tests/test_a.py"], ""], [["-x", "tests/test_a.py::b"], ""], [["-k", "a"], "tests|"]:
         assert machine.run("test", *argv) == [
             f"system/python3|-m|pytest|{files}-q|-n|auto|--dist|loadfile|" + "|".join(argv)]
+    assert machine.run("test", "--gpu", "-k", "a") == ["system/python3|.ci/gpu.py|-k|a"]
     assert machine.run("tests", "-x", status=1) == [] and "'tests' is no command: write test, data" in machine.err
+
+
+def test_the_tests_of_a_gpu(tmp_path, monkeypatch, capsys):
+    """Of the files that use one, whose names nobody lists. A file that fails shows why, and makes the status 1."""
+    main = runpy.run_path(str(ROOT / ".ci/gpu.py"))["main"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="PyTorch finds no GPU here; ./run.sh test runs the tests on the CPU"):
+        main([], tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (30 * 2**30, 99 * 2**30))
+    for name, text in {"a": "def test_one(device): pass\ndef test_two(): pass", "c": "def test_no(): assert 0",
+                       "b": "ON_GPU = 1\ndef test_no(): assert 0"}.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    (tmp_path / "conftest.py").write_text("import pytest\ndevice = pytest.fixture(lambda: 0)")
+    for words, status, rows in ([], 1, ["test_a.py 2 0 0 0", "test_b.py 0 0 1 0"]), (
+            ["-k", "one"], 0, ["test_a.py 1 0 0 0", "test_b.py 0 0 0 0"]):
+        assert main([*words, "-p", "no:cacheprovider"], tmp_path) == status
+        out = capsys.readouterr().out
+        assert [" ".join(line.replace("|", " ").split()[:5]) for line in out.splitlines()[-2:]] == rows
+        assert ("def test_no(): assert 0" in out) == bool(status)
 
 
 def test_it_starts_by_links_and_by_sh(machine, tmp_path):

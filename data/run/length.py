@@ -62,7 +62,7 @@ def val_tokens(config) -> list[int]:
     `val_share` of the run's tokens, in whole pieces: of a part of the text, so that they take little time."""
     data = config.data
     pieces = math.ceil(data.val_share * total_tokens(config.schedule) / data.val_batch_tokens)
-    early = min(data.val_tokens, pieces * data.val_batch_tokens)
+    early = pieces * data.val_batch_tokens * bool(config.system.val_every)
     return [early, data.val_tokens] if 0 < early < data.val_tokens else [data.val_tokens]
 
 
