@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)  # the tensors are small
+LONGEST = "test_arch", "test_checkpoint", "test_faults", "test_guard", "test_run"
 
 
 def patch_once_per_launch():
@@ -38,13 +39,17 @@ def patch_once_per_launch():
 
 
 def pytest_configure(config):
-    # pytest-xdist begins with the files of the most tests. Two of the longest files have few, and one core would wait
-    # for the other at the end. An xdist without this option keeps its order.
+    # pytest-xdist would begin with the files of the most tests. An xdist without this option keeps our order.
     config.option.loadscopereorder = False
     # These names are not public: without them the tests are only slower.
     with suppress(ImportError, AttributeError):
         if os.environ.get("TRITON_INTERPRET") == "1":
             patch_once_per_launch()
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first: else one core would wait for the other at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish():
