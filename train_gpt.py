@@ -329,7 +329,7 @@ def recipe(tokens=340e6, gpus=1) -> Config:
         adam_lr=round(0.00875 * rate, 5), table_lr=round(0.0104 * rate, 5), table_beta2=0.98, muon_beta2=0.9,
         muon_wd=round(2.4 * longer**-0.27, 3), muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03,
         cooldown_frac=0.7, scheduled_steps=800, extension_steps=24, micro_batches=0, val_batch_tokens=65536,
-        val_every=0.1, val_share=0.01, stages=(
+        val_every=0.1, val_share=0.005, stages=(
             Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
             Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),

@@ -1,5 +1,6 @@
 """`./run.sh test --gpu`: the test files that use a GPU, each in a process of its own, since a fault on a GPU ends all
-that its process does there. As many run at a time as cores and memory allow. A table comes last. Arguments go to pytest."""
+that its process does there. As many run at a time as cores and memory allow. A table comes last. Arguments go to
+pytest."""
 
 import re
 import subprocess

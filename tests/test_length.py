@@ -147,7 +147,7 @@ def test_validations():
             ("--preset=record74", 250, [10485760]), ("", 250, [10485760]), ("--preset=cpu", 0.1, [24576, 65536]),
             ("--preset=cpu --train_tokens=1e7", 0.1, [65536]), ("--preset=cpu --val_share=0", 0.1, [65536]),
             ("--preset=cpu --val_every=0", 0, [65536]),
-            ("--preset=single --train_tokens=20e6", 0.1, [4 * 65536, 10485760])):
+            ("--preset=single --train_tokens=20e6", 0.1, [2 * 65536, 10485760])):
         config = T.parse_config(words.split())
         assert (config.system.val_every, val_tokens(config)) == (every, tokens), words
 
