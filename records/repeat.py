@@ -91,7 +91,7 @@ def search(arguments) -> dict[str, list[str]]:
 def parse(argv) -> Series:
     given, labels = {"--repeat": "", "--exchange": "", "--seed": ""}, {}
     race = "--race" in argv
-    common = own = ["--log_dir=logs", *["--minutes=1", "--val_every=.05"] * race]
+    common = own = ["--log_dir=logs", *["--minutes=1", "--val_every=.05", "--val_share=0"] * race]
     for argument in joined(argv):
         key, _, value = argument.partition("=")
         if key == "--seed" and given[key]:
