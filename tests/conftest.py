@@ -3,6 +3,7 @@ triton is imported; the trainer's own CPU path (the references) is triton_kernel
 
 import gc
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -18,7 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)  # the tensors are small
-LONGEST = "test_arch", "test_checkpoint", "test_faults", "test_guard", "test_run"
 
 
 def patch_once_per_launch():
@@ -49,7 +49,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The files that take longest come first: else one core would wait for the other at the end."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: not re.search("_(arch|checkpoint|faults|guard|run).py", item.path.name))
 
 
 def pytest_collection_finish():

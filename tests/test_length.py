@@ -139,16 +139,14 @@ def test_tokens_to_download():
 def test_validations():
     """About ten, evenly, the last on all tokens, the others on few; or all after so many steps, as in record 74."""
     for total in 20, 21, 99, 824, 10**5 + 7:
-        steps = sorted(System(val_every=0.1).val_steps(total)) + [total]
-        gaps = np.diff(steps)
-        assert len(steps) == 11 and steps[0] == 0 and gaps.max() - gaps.min() <= 1
+        gaps = np.diff([*sorted(System(val_every=0.1).val_steps(total)), total])
+        assert len(gaps) == 10 and sum(gaps) == total and max(gaps) - min(gaps) <= 1
     assert [System(val_every=every).val_steps(9) for every in (4, 0, 1e-9)] == [{0, 4, 8}, set(), {*range(9)}]
     for words, every, tokens in (
-            ("--preset=record74", 250, [10485760]), ("", 250, [10485760]), ("--preset=cpu", 0.1, [24576, 65536]),
-            ("--preset=cpu --train_tokens=1e7", 0.1, [65536]), ("--preset=cpu --val_share=0", 0.1, [65536]),
-            ("--preset=cpu --val_every=0", 0, [65536]),
-            ("--preset=single --train_tokens=20e6", 0.1, [2 * 65536, 10485760])):
-        config = T.parse_config(words.split())
+            ("record74", 250, [10485760]), ("record", 250, [10485760]), ("cpu", 0.1, [24576, 65536]),
+            ("cpu --train_tokens=1e7", 0.1, [65536]), ("cpu --val_share=0", 0.1, [65536]),
+            ("cpu --val_every=0", 0, [65536]), ("single --train_tokens=20e6", 0.1, [2 * 65536, 10485760])):
+        config = T.parse_config(f"--preset={words}".split())
         assert (config.system.val_every, val_tokens(config)) == (every, tokens), words
 
 
@@ -158,8 +156,8 @@ def test_expected_losses():
         return expected_losses(T.parse_config(args), T.RECORD74, facts)
     start, curve = "val_loss to expect: about {} at step 0, where all tokens are as likely{}", "; then, .* 1490: 3.2788"
     assert line("--preset=single") == line("--preset=record74", "--muon_lr=0.02") == start.format(10.82, "")
-    assert line("--preset=cpu", facts={"unigram_loss": 3.18789}) == start.format(
-        5.55, "; soon below 3.1879, that of a unigram of the training text")
+    own = "; soon below 3.1879, that of a unigram of the training text"
+    assert line("--preset=cpu", facts={"unigram_loss": 3.18789}) == start.format(5.55, own)
     assert re.fullmatch(start.format(10.82, curve), line("--preset=record74", "--seed=3", "--micro_batches=16"))
     assert expected_losses(with_knobs(T.RECORD74, resume="x.pt"), T.RECORD74, None) == ""
 
