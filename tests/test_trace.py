@@ -427,7 +427,7 @@ def small(corpus):  # noqa: F811
     data = [argument for argument in corpus.args if "_files=" in argument]
     return ["--preset=cpu", *data, "--val_tokens=256", "--val_batch_tokens=256", "--model_dim=32", "--num_heads=2",
             "--layers=3", "--backout_layer=none", "--scheduled_steps=6", "--extension_steps=1", "--sample_tokens=0",
-            *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))]
+            "--val_every=7", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))]
 
 
 def check(path, ranks):
