@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.run.launch import allowed_cores
+from data.run.launch import allowed_cores, die_at_ctrl_c
 from data.run.program import UserError, run_program
 from records.compare import table
 
@@ -41,4 +41,5 @@ def main(argv, tests=ROOT / "tests") -> int:
 
 
 if __name__ == "__main__":
+    die_at_ctrl_c()
     run_program(main)

@@ -154,7 +154,7 @@ def test_expected_losses():
     """What is known: that of equal chances, that of a unigram for own text, the curve of record 74 for its settings."""
     def line(*args, facts=None):
         return expected_losses(T.parse_config(args), T.RECORD74, facts)
-    start, curve = "val_loss to expect: about {} at step 0, where all tokens are as likely{}", "; then, .* 1490: 3.2788"
+    start, curve = "val_loss to expect: about {} at step 0, as if all tokens were equally likely{}", "; then, .* 3.2788"
     assert line("--preset=single") == line("--preset=record74", "--muon_lr=0.02") == start.format(10.82, "")
     own = "; soon below 3.1879, that of a unigram of the training text"
     assert line("--preset=cpu", facts={"unigram_loss": 3.18789}) == start.format(5.55, own)

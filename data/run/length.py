@@ -159,7 +159,8 @@ def expected_losses(config, record74, facts) -> str:
     that preset; facts: `facts_of_run`."""
     if config.system.resume or config.system.init_from:
         return ""
-    line = f"val_loss to expect: about {math.log(config.model.vocab_size):.2f} at step 0, where all tokens are as likely"
+    start = math.log(config.model.vocab_size)
+    line = f"val_loss to expect: about {start:.2f} at step 0, as if all tokens were equally likely"
     if facts:
         line += f"; soon below {facts['unigram_loss']:.4f}, that of a unigram of the training text"
     if config == dataclasses.replace(record74, system=config.system):
