@@ -81,7 +81,9 @@ class Run:
     source: str = ""  # all dumped files
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
-    losses: dict[int, float] = field(default_factory=dict)  # step -> validation loss
+    # step -> validation loss. Before the end, some runs validate on few tokens. Then the difference between the losses
+    # on all tokens and on these, which the end shows, is added.
+    losses: dict[int, float] = field(default_factory=dict)
     training: dict[int, float] = field(default_factory=dict)  # step -> training loss, which older logs lack
     seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
     ms: dict[int, float] = field(default_factory=dict)  # step -> clock at training lines, which the host writes early
@@ -130,6 +132,10 @@ def read_run(path: Path) -> Run:
             run.ms[step] = ms
         if trained:
             run.training[step] = float(trained)
+    few = re.search(rf"^step:{run.total}/{run.total} val_tokens:\d+ val_loss:([\d.]+)$", lines, re.M)
+    if few and run.total in run.losses:
+        shift = run.loss - float(few[1])
+        run.losses |= {step: round(loss + shift, 4) for step, loss in run.losses.items() if step < run.total}
     if not (headers or run.ms or run.losses):
         raise UserError(f"{path}: not the log of a run (no line like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
     if mixed is not None:

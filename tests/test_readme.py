@@ -199,7 +199,7 @@ def test_worked_examples(corpus, copy):
     assert state["optimizer"]["vo_bank"].keys() == {"m", "v", "average"}  # not the state of Muon
     assert state["model"]["vo_bank"].float().norm(dim=(2, 3)).min() > 1  # it began at random
     saved, = (copy / "new").glob("*/*.pt")
-    program = re.sub(r'"logs/[^"]*"', repr(str(saved)), code(GUIDE, "python")[-1])
+    program = re.sub(r'"logs/[^"]*"', repr(str(saved)), next(x for x in code(GUIDE, "python") if "generate" in x))
     text, ids = execute(f"python -c {shlex.quote(program)}", corpus, cwd=copy).rsplit("\n[", 1)
     assert text.startswith("def ") and len(ids.split(",")) == int(re.search(r"count=(\d+)", program)[1])
     assert re.search(rf"^kernels: .* {choice.partition('=')[2]} ", out, re.M)
