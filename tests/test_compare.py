@@ -117,6 +117,15 @@ def test_our_log():
     assert replace(older, text=run.text, training=run.training) == run and not older.training
 
 
+def test_validations_on_few_tokens():
+    """The difference at the end moves those before, once it is known."""
+    text = re.sub(r"(step:(\d)/5) val_loss:\S+",
+                  lambda m: f"{m[1]} val_tokens:9{' val_loss:4.5000' * (m[2] == '5')}\n{m[0]}", header() + steps(
+                      {0: 5.9, 3: 4.5, 5: 4.25}))
+    assert read_run(write("a.txt", text)).losses == {0: 5.65, 3: 4.25, 5: 4.25}
+    assert read_run(write("a.txt", text.partition("step:5/5")[0])).losses == {0: 5.9, 3: 4.5}
+
+
 @pytest.mark.parametrize("end, more, kept, problem", [
     ("step:20/20 val_loss", "", 2, "it stopped at step 20 of 20"),
     ("\nstep:20/20 train_time:600ms step_avg:30.00ms\npeak", "", 2, "it stopped at step 20 of 20"),  # 3.3 may be cut

@@ -250,6 +250,13 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     got = plain["Model"](file)(batch.tokens.long())[rows]
     torch.testing.assert_close(got, want[:, :config.model.vocab_size], rtol=0, atol=5e-5)
 
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    example = (E.READER.parent / "guide.md").read_text().rpartition("import torch\nfrom plain_gpt")
+    exec("".join(example[1:]).partition("```")[0], told := {})
+    assert told["log_p"].shape == (4, config.model.vocab_size)
+    sys.modules.pop("plain_gpt")
+
     modules = re.findall(r"^ *(?:import|from) (\w+)", E.READER.read_text(), re.M)
     assert {*modules} - sys.stdlib_module_names == {"torch", "tiktoken"}
     with pytest.raises(SystemExit, match=r"^error: \S+ is no export for this program \(.*\)$"):
