@@ -157,9 +157,14 @@ fi
 [ -z "$help" ] || exec "$python" train_gpt.py "$@"
 case $mode in
   test)
-    [ "${1:-}" != --gpu ] || exec "$python" .ci/gpu.py "${@:2}"
     tests=tests
-    for argument in "$@"; do [ ! -e "${argument%%::*}" ] || tests=""; done
+    for argument in "$@"; do
+      case $argument in
+        --gpu) exec "$python" .ci/gpu.py "$@" ;;
+        *.py | *.py::*) [ -e "${argument%%::*}" ] || die "no such file: ${argument%%::*}" ;;
+      esac
+      [ ! -e "${argument%%::*}" ] || tests=""
+    done
     exec "$python" -m pytest $tests -q -n auto --dist loadfile "$@" ;;  # each core takes whole files
   repeat | rerun) exec "$python" records/$mode.py "$@" ;;
 esac
@@ -229,7 +234,7 @@ case "$data$preset" in
     fi ;;
 esac
 case $mode in
-  plan) printf '%s\0' "$procs" "${OMP_NUM_THREADS:-}" "$@" >&3; exit ;;
+  plan) "$python" train_gpt.py --help "$@" >/dev/null || exit; printf '%s\0' "$procs" "${OMP_NUM_THREADS:-}" "$@" >&3; exit ;;
   data) exit ;;
 esac
 [ "$procs" != 1 ] || exec "$python" train_gpt.py "$@"

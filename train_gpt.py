@@ -56,7 +56,7 @@ from data import require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import expected_losses, momentum_steps, scaled, stage_starts, val_tokens
+from data.run.length import expected_losses, momentum_steps, scaled, stage_starts, validations
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
     require_finite, run_program, serve, told)
@@ -376,12 +376,12 @@ def parse_config(argv, world=1, gpu=1.0) -> Config:
 def first_answer(argv) -> int | None:
     """The exit status of --help. None: the run needs PyTorch, whose import takes seconds. Raises UserError for
     arguments that no run accepts; those that need a checkpoint, or come to `serve`, are read later."""
-    if {"--help", "-h"} & {*argv}:
+    asks, rest = {"--help", "-h"} & {*argv}, [argument for argument in argv if argument not in ("--help", "-h")]
+    if not re.search(r"^(-$|--(sample|resume|init_from)\b)", "\n".join(rest), re.M):
+        parse_config(rest)
+    if asks:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
-        return 0
-    if not re.search(r"^(-$|--(sample|resume|init_from)\b)", "\n".join(argv), re.M):
-        parse_config(argv)
-    return None
+    return 0 if asks else None
 
 
 if __name__ == "__main__":
@@ -1469,7 +1469,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
         if seconds:
             end = datetime.now() + timedelta(seconds=seconds + 20 * on_gpu)  # a start with empty caches
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
-            log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
+            log.line(f"about {length} of training follow, and validations; the run ends after {end:%H:%M}", file=False)
         if on_gpu or config.schedule.minutes:
             doing = ("compiling for {:.0f} s; 5 s is usual, 20 s with empty caches" if on_gpu else
                      "timing steps for {:.0f} s")
@@ -1532,12 +1532,13 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
     return head(out.h, batch.targets, torch.ones(1, device=out.h.device), 1.0, exact=True, point=out.point)
 
 
-def validate(summed_loss, data, attn, rt) -> float:
-    """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none; a repeated
-    piece does not count. summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D."""
-    total = sum([summed_loss(batch, attn) for batch in data][:data.pieces], torch.zeros((), device=rt.device))
+def validate(summed_loss, data, attn, rt, few=None) -> float:
+    """Mean loss over the validation tokens of all ranks, or of the first `few` pieces of each rank. Of all, a rank may
+    have fewer than others, or none; a repeated piece does not count. summed_loss: (batch, attn) -> sum, 0-D."""
+    losses = [summed_loss(batch, attn) for batch in islice(data, few)][:data.pieces]
+    total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
-    return total.item() / data.config.data.val_tokens
+    return total.item() / (few * rt.world * data.config.data.val_batch_tokens if few else data.config.data.val_tokens)
 
 
 def add_gradients(loss, leaves):
@@ -1572,6 +1573,7 @@ class Trainer:
             self.hash_ids = ((resumed or initial)["model"]["hash_ids"].numpy() if resumed or initial else
                              normalised_ids(text_codec(config.model.vocab_size)[1], config.model))
             log.line(f"hash_ids: sha256 {hashlib.sha256(self.hash_ids.tobytes()).hexdigest()}")
+        self.validation = ValidationData(config, rt, self.hash_ids, self.shards["val"])
         self.set_length(config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device, rt.world)
@@ -1612,8 +1614,6 @@ class Trainer:
         self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
         numbers = [[*update_numbers(config, plan).values()] for plan in self.plans]
         self.number_table = torch.tensor(numbers, dtype=torch.float32, device=self.rt.device)  # (steps + 1, names)
-        self.validations = [ValidationData(with_knobs(config, val_tokens=tokens), self.rt, self.hash_ids,
-                                           self.shards["val"]) for tokens in val_tokens(config)]
         self.loader = self.new_loader(self.plans[:-1], config)
 
     def new_loader(self, plans, config):
@@ -1679,7 +1679,7 @@ class Trainer:
         """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
-        val_steps = system.val_steps(self.total)
+        val_steps, (pieces, tokens) = system.val_steps(self.total), zip(*validations(self.config, self.rt.world))
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1703,9 +1703,9 @@ class Trainer:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
-                        attn, data = self.attn[-1 if last else plan.stage], self.validations[:1 + last]
-                        losses = [validate(self.summed_loss, each, attn, self.rt) for each in data]
-                        self.log.validation(self.config, step, losses, seconds)
+                        args = self.summed_loss, self.validation, self.attn[-1 if last else plan.stage], self.rt
+                        losses = [validate(*args, few) for few in pieces[:1 + last]]
+                        self.log.validation(step, self.total, losses, tokens, seconds)
                         require_finite(loss := losses[-1], f"validation loss before step {step}")
                     if saves:
                         save(self, step, seconds)

@@ -1,6 +1,6 @@
-"""`./run.sh test --gpu`: the test files that use a GPU, each in a process of its own, since a fault on a GPU ends all
-that its process does there. As many run at a time as cores and memory allow. A table comes last. Arguments go to
-pytest."""
+"""`./run.sh test --gpu [file ...] [argument ...]`: the test files that use a GPU, or the given ones, each in a process of
+its own, since a fault on a GPU ends all that its process does there. As many run at a time as cores and memory allow. A
+table comes last. The arguments go to pytest."""
 
 import re
 import subprocess
@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.run.launch import allowed_cores, die_at_ctrl_c
+from data.run.launch import allowed_cores
 from data.run.program import UserError, run_program
 from records.compare import table
 
-USES_GPU = re.compile(r"def \w+\(.*\bdevice\b|\bON_GPU\b|skipif\(not torch\.cuda")
+USES_GPU = re.compile(r"^def \w+\(.*\bdevice\b|\bON_GPU\b|^@pytest.mark.skipif\(not torch\.cuda", re.M)
 ROOM = 12 * 2**30  # bytes of a GPU for one file
-WORDS = "passed", "skipped", "failed", "error"
+ENDS = {0: "passed", 1: "FAILED", 5: "no test has this name"}  # exit status of pytest -> what it means
 
 
 def main(argv, tests=ROOT / "tests") -> int:
@@ -26,20 +26,23 @@ def main(argv, tests=ROOT / "tests") -> int:
         raise UserError("PyTorch finds no GPU here; ./run.sh test runs the tests on the CPU")
 
     def run(path):
-        began, command = time.perf_counter(), [sys.executable, "-m", "pytest", "-q", path, *argv]
+        began, command = time.perf_counter(), [sys.executable, "-m", "pytest", "-q", path, *options]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        counts = {word: count for count, word in re.findall(r"(\d+) ([a-z]+)", done.stdout.rstrip().split("\n")[-1])}
-        fails = done.returncode not in (0, 5)  # 5: of this file, nothing has the name of -k
-        print(done.stdout if fails else f"{path.name} is done", flush=True)
-        return fails, [path.name, *(counts.get(word, "0") for word in WORDS), f"{time.perf_counter() - began:.0f}"]
+        fails = done.returncode not in (0, 5)
+        print(done.stdout if fails else f"{Path(path).name} is done", flush=True)
+        counts = re.sub(r"(, \d+ warnings?)? in .*", "", done.stdout.rstrip().rpartition("\n")[2]).strip("= ")
+        end = ENDS.get(done.returncode, f"CRASHED, status {done.returncode}")
+        return fails, [Path(path).name, end, counts if done.returncode < 2 else "", f"{time.perf_counter() - began:.0f}"]
 
-    files = [path for path in sorted(tests.glob("test_*.py")) if USES_GPU.search(path.read_text(encoding="utf-8"))]
+    given = [argument for argument in argv if Path(argument.partition("::")[0]).exists()]
+    options = [argument for argument in argv if argument not in (*given, "--gpu")]
+    files = given or [str(path) for path in sorted(tests.glob("test_*.py"))
+                      if USES_GPU.search(path.read_text(encoding="utf-8"))]
     with ThreadPoolExecutor(max(1, min(int(allowed_cores()), torch.cuda.mem_get_info()[0] // ROOM))) as pool:
         failed, rows = zip(*pool.map(run, files))
-    print(table([["file", *WORDS, "seconds"], *rows]))
+    print(table([["file", "end", "tests", "seconds"], *rows]))
     return int(any(failed))
 
 
 if __name__ == "__main__":
-    die_at_ctrl_c()
     run_program(main)

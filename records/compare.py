@@ -81,9 +81,8 @@ class Run:
     source: str = ""  # all dumped files
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
-    # step -> validation loss. Before the end, some runs validate on few tokens. Then the difference between the losses
-    # on all tokens and on these, which the end shows, is added.
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)  # step -> validation loss
+    few: float = math.nan  # loss at the end on the few tokens on which the run validated before, if it did
     training: dict[int, float] = field(default_factory=dict)  # step -> training loss, which older logs lack
     seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
     ms: dict[int, float] = field(default_factory=dict)  # step -> clock at training lines, which the host writes early
@@ -91,6 +90,8 @@ class Run:
     problem: str = ""  # why no number of this run counts
 
     finished = property(lambda self: not self.problem)
+    # step -> validation loss, always on the same tokens.
+    curve = property(lambda self: self.losses | ({self.total: self.few} if self.few > 0 else {}))
     # Of a finished run: the last validation loss, and the seconds inside the clock.
     loss = property(lambda self: self.losses[self.total])
     time = property(lambda self: self.seconds[self.total])
@@ -132,10 +133,8 @@ def read_run(path: Path) -> Run:
             run.ms[step] = ms
         if trained:
             run.training[step] = float(trained)
-    few = re.search(rf"^step:{run.total}/{run.total} val_tokens:\d+ val_loss:([\d.]+)$", lines, re.M)
-    if few and run.total in run.losses:
-        shift = run.loss - float(few[1])
-        run.losses |= {step: round(loss + shift, 4) for step, loss in run.losses.items() if step < run.total}
+    if (few := re.findall(r"^step:(\d+)/\1 val_tokens:\d+ val_loss:([\d.]+)$", lines, re.M)) and run.total in run.losses:
+        run.few = float(few[-1][1])
     if not (headers or run.ms or run.losses):
         raise UserError(f"{path}: not the log of a run (no line like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
     if mixed is not None:
@@ -199,13 +198,16 @@ def step_ms(run: Run, start: int, end: int) -> float:
 
 def seconds_to(run: Run, loss: float) -> float:
     """Seconds until the validation loss reaches `loss`, linear between validations; nan if it never does. A resumed run
-    may have reached it before its first validation, whose time it then gets."""
-    steps = sorted(run.losses)
-    if steps and run.losses[steps[0]] <= loss:
+    may have reached it before its first validation, whose time it then gets. A curve on few tokens is shifted to end at
+    the loss on all."""
+    shift = run.few - run.loss if run.few > 0 else 0.0
+    losses = {step: value - shift for step, value in run.curve.items()}
+    steps = sorted(losses)
+    if steps and losses[steps[0]] <= loss:
         return run.seconds[steps[0]]
     for a, b in pairwise(steps):
-        if run.losses[b] <= loss < run.losses[a]:
-            part = (run.losses[a] - loss) / (run.losses[a] - run.losses[b])
+        if losses[b] <= loss < losses[a]:
+            part = (losses[a] - loss) / (losses[a] - losses[b])
             return run.seconds[a] + part * (run.seconds[b] - run.seconds[a])
     return math.nan
 
@@ -533,7 +535,8 @@ def report(groups, target, names=None) -> str:
     if machine := {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}:
         warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 
-    curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
+    few = " (before the end on few tokens)" * any(run.few > 0 for runs in used.values() for run in runs)
+    curve = [[f"validation loss at step{few}", *used, *(f"{label} − {base} (p)" for label in others)]]
     steps = sorted({step for runs in used.values() for run in runs for step in run.losses})
     if len(steps) > ROWS:
         steps = [steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)]
@@ -579,6 +582,8 @@ def diff(groups) -> str:
 def write_csv(path: Path, groups):
     """Writes the losses of all runs, finished or not, into a .csv file, complete or not at all: a line for each step
     that has one, with the seconds inside the clock. Raises UserError."""
+    if path.suffix != ".csv":
+        raise UserError(f"--csv={path}: writes .csv")
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("label", "run", "step", "seconds", "train_loss", "val_loss"))
@@ -632,7 +637,7 @@ def plot(path: Path, groups, target):
     training losses, paler. Raises UserError."""
     colours, runs = dict(zip(groups, COLOURS * len(groups))), sum(groups.values(), [])
     alone, title = len(runs) == 1, "validation loss"
-    lines = [(f'"{colours[label]}"', [(step, run.seconds[step], loss) for step, loss in sorted(run.losses.items())])
+    lines = [(f'"{colours[label]}"', [(step, run.seconds[step], loss) for step, loss in sorted(run.curve.items())])
              for label, each in groups.items() for run in each]
     if alone:
         lines.append((f'"{COLOURS[0]}" stroke-opacity="0.4"', training_means(*runs)))

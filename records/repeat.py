@@ -91,7 +91,8 @@ def search(arguments) -> dict[str, list[str]]:
 def parse(argv) -> Series:
     given, labels = {"--repeat": "", "--exchange": "", "--seed": ""}, {}
     race = "--race" in argv
-    common = own = ["--log_dir=logs", *["--minutes=1", "--val_every=.05", "--val_share=0"] * race]
+    settings = ["--minutes=1", "--val_every=.05", "--val_share=0", "--val_tokens=2097152"] if race else []
+    common = own = ["--log_dir=logs", *settings]
     for argument in joined(argv):
         key, _, value = argument.partition("=")
         if key == "--seed" and given[key]:
@@ -258,13 +259,13 @@ def code_of_trainer() -> dict[Path, bytes]:
 def train(runs, starts, gpus, caught, processes) -> int:
     """Does all runs, until a signal is `caught`; returns the exit status. starts: {label: Start}; gpus: of --parallel,
     or []; processes: gets those that are started."""
-    code, statuses = code_of_trainer(), [start.status for start in starts.values()]
+    code, statuses = code_of_trainer(), []
 
     def work(index):
         process, env = None, environment(gpus[index]) if gpus else None
         for run in runs:
             start = starts[run.label]
-            if caught or run.gpu != index or start.status:
+            if caught or run.gpu != index:
                 continue
             if not code.items() <= code_of_trainer().items():  # a new file is no edit
                 say(f"{run.title}: does not start, as somebody has edited the code since the series began")
@@ -345,8 +346,9 @@ def main(argv) -> int:
     starts = {}
     for label, words in series.labels.items():
         starts[label] = plan(words, env)
-        if starts[label].status and not caught:
-            say(f"{label}: no run starts; the lines above say why")
+        if status := starts[label].status:
+            say(f"{label}: no run of the series starts; the lines above say why")
+            return 130 if caught else status
     status = train(runs, starts, gpus, caught, processes)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.
     finished = [run for label in series.labels for run in runs if run.label == label and run.log]
@@ -360,7 +362,11 @@ def main(argv) -> int:
     logs = [f"{run.label}={run.log}" for run in finished]
     both = series.exchange and {run.label for run in finished}.issuperset(series.exchange.split(","))
     command = [sys.executable, "records/compare.py", *[f"--exchange={series.exchange}"] * bool(both), "--", *logs]
-    return subprocess.call(command, cwd=ROOT) or status
+    result = subprocess.call(command, cwd=ROOT) or status
+    for run in runs if not caught else ():
+        if not run.log:
+            say(f"{run.title}: is not in this table, since it failed")
+    return result
 
 
 if __name__ == "__main__":

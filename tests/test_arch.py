@@ -126,7 +126,7 @@ def compile_ahead(folder, *sizes):
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
     for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
         trainer.step(trainer.loader, trainer.plans[step], 1)
-    T.validate(trainer.summed_loss, trainer.validations[-1], trainer.attn[-1], trainer.rt)
+    T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
     return compiled
 
 

@@ -118,12 +118,13 @@ def test_our_log():
 
 
 def test_validations_on_few_tokens():
-    """The difference at the end moves those before, once it is known."""
+    """Curves end with the loss on the same tokens, the run with that on all."""
     text = re.sub(r"(step:(\d)/5) val_loss:\S+",
                   lambda m: f"{m[1]} val_tokens:9{' val_loss:4.5000' * (m[2] == '5')}\n{m[0]}", header() + steps(
                       {0: 5.9, 3: 4.5, 5: 4.25}))
-    assert read_run(write("a.txt", text)).losses == {0: 5.65, 3: 4.25, 5: 4.25}
-    assert read_run(write("a.txt", text.partition("step:5/5")[0])).losses == {0: 5.9, 3: 4.5}
+    run, stopped = (read_run(write("a.txt", each)) for each in (text, text.partition("step:5/5 val_loss")[0]))
+    assert run.curve == {0: 5.9, 3: 4.5, 5: 4.5} and run.loss == 4.25 and stopped.curve == {0: 5.9, 3: 4.5}
+    assert compare.seconds_to(run, 4.95) == pytest.approx(0.045) and compare.seconds_to(stopped, 5.2) == pytest.approx(0.045)
 
 
 @pytest.mark.parametrize("end, more, kept, problem", [

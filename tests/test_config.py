@@ -495,6 +495,8 @@ def test_parameter_table():
     ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
     ("smear_gate", {"label": "vo_bank"}, "optim='normuon': another row has this name"),
     ("smear_gate", {"betas": (0.9,)}, "betas=.0.9,.: must be two numbers"),
+    ("smear_gate", {"average": 0.1}, "average=0.1: must be 0 or more, and 0 for rows, replicated and lazy"),
+    ("embed", {"average": -1.0}, "average=-1.0: must be 0 or more"),
     ("embed", {"tied_to": "head"}, "tied_to='head': there is no such row")])
 def test_rows_that_no_optimizer_can_serve(label, change, message):
     table = [row._replace(**change) if row.label == label else row for row in T.param_table(RECORD74.model)]

@@ -117,11 +117,11 @@ def curve(args):
 
     graphs, losses = trainer.graphs, []
     trainer.graphs = lambda *args: losses.append(graphs(*args))
-    yield T.validate(trainer.summed_loss, trainer.validations[-1], trainer.attn[0], rt)
+    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[0], rt)
     for plan in trainer.plans[:-1]:
         trainer.step(trainer.loader, plan, trainer.micro_steps)
         yield losses[-1].item() * trainer.micro_steps / plan.micro_batch_tokens
-    yield T.validate(trainer.summed_loss, trainer.validations[-1], trainer.attn[-1], rt)
+    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], rt)
 
 
 def leaves(losses, name, tolerance):
@@ -276,7 +276,7 @@ def losses_of(config):
     trainer = small_trainer(config)
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1])
-    return [*losses, T.validate(trainer.summed_loss, trainer.validations[-1], trainer.attn[-1], trainer.rt)]
+    return [*losses, T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)]
 
 
 def other_values(config):

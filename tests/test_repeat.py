@@ -151,7 +151,7 @@ for i in range(9):
      "a, run 2 of 2, seed 2: failed with status 3"),
     ("2 --label a --label b --parallel", dict(FAILS="a.1"), 3, "a.1 a.2 b.1 b.2", "a.2 b.1 b.2",
      "a, run 1 of 2, seed 1, GPU 0: failed with status 3"),
-    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", "run.sh: a: no run starts; the lines above say why"),
+    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", "run.sh: a: no run of the series starts; the lines above say why"),
     ("2 --label a", dict(TRAIN="Path('data').mkdir(exist_ok=True); Path('data/new.py').touch()"), 0, "a.1 a.2",
      "a.1 a.2", ""),  # no edit
     ("2 --label a", dict(TRAIN="Path('train_gpt.py').write_text('edited')"), 1, "a.1", "a.1",
@@ -251,7 +251,7 @@ def test_each_gpu_has_a_queue_of_its_own(folder, train):
     # nvidia-smi lists the GPUs. No run starts without data.
     script(folder / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
     done = train(argv, DATA_STATUS="7", PATH=f"{folder}/bin:{os.environ['PATH']}")
-    assert (done.status, len(done.calls), done.calls[0]["CUDA_VISIBLE_DEVICES"]) == (7, 2, "0")
+    assert (done.status, len(done.calls), done.calls[0]["CUDA_VISIBLE_DEVICES"]) == (7, 1, "0")
 
 
 # ---- Search and race -------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_a_race(folder, train):
 globals()["log"] = log"""
     done = train(["", "--race", "--repeat=2", "--depth=4"], CUDA_VISIBLE_DEVICES="0", BEFORE=log)
     assert done.status == 0 and done.runs == ["record74.1", "ours.1", "record74.2", "ours.2"]
-    words = ["--log_dir=logs", "--minutes=1", "--val_every=.05", "--val_share=0"]
+    words = ["--log_dir=logs", "--minutes=1", "--val_every=.05", "--val_share=0", "--val_tokens=2097152"]
     assert [call["plan"] for call in done.calls[:2]] == [
         [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "single")]
     assert [line.replace("|", "").split() for line in done.out.splitlines()[2:4]] == [

@@ -320,7 +320,9 @@ def test_repeated_runs(machine):
         a=${a#*=}; printf "run_label: $a\nseed: 3\nfinal_val_loss: 3\n" >"logs/$a.txt" ;; esac; done"""
     a = ["--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"]
     assert machine.run(*argv, TRAIN=log, **gpus(2)) == [
-        "|".join(["system/python3|records/repeat.py", *argv]), STDLIB, f"['-'] {json.dumps(a)}",
+        "|".join(["system/python3|records/repeat.py", *argv]), STDLIB,
+        "system/python3|train_gpt.py|--help|--log_dir=logs|--preset=cpu",  # it reads the arguments
+        "system/python3|train_gpt.py|--help|--preset=record|--log_dir=logs|--train_files=x", f"['-'] {json.dumps(a)}",
         train(2, "--run_label=b", "--seed=3", "--preset=record", "--log_dir=logs", "--train_files=x")]
     assert machine.out == "-- a=logs/a.txt b=logs/b.txt\n"
 
@@ -329,10 +331,10 @@ def test_runs_side_by_side_find_the_data_there(machine):
     argv = "--repeat 1 --label a --parallel --label b".split()
     _, *first, a, b = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
     runs = [[f"--run_label={label}", "--seed=1", "--preset=cpu", "--log_dir=logs"] for label in "ab"]
-    assert first == [STDLIB] * 2
+    assert first == [STDLIB, "system/python3|train_gpt.py|--help|--preset=cpu|--log_dir=logs"] * 2
     assert sorted([a, b]) == [f"['-'] {json.dumps(run)}" for run in runs]
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
-    assert machine.run("plan", "--preset", "record") == []  # the run would end at once
+    assert machine.run("plan", "--preset", "record") == ["system/python3|train_gpt.py|--help|--preset|record"]  # no data
     assert machine.out == "1\00012\0--preset\0record\0"
 
 
@@ -355,7 +357,8 @@ def test_the_tests_of_a_file(machine):
     for argv, files in [["tests/test_a.py"], ""], [["-x", "tests/test_a.py::b"], ""], [["-k", "a"], "tests|"]:
         assert machine.run("test", *argv) == [
             f"system/python3|-m|pytest|{files}-q|-n|auto|--dist|loadfile|" + "|".join(argv)]
-    assert machine.run("test", "--gpu", "-k", "a") == ["system/python3|.ci/gpu.py|-k|a"]
+    assert machine.run("test", "-k", "a", "--gpu") == ["system/python3|.ci/gpu.py|-k|a|--gpu"]
+    assert machine.run("test", "tests/test_z.py", status=1) == [] and "no such file: tests/test_z.py" in machine.err
     assert machine.run("tests", "-x", status=1) == [] and "'tests' is no command: write test, data" in machine.err
 
 
@@ -367,16 +370,20 @@ def test_the_tests_of_a_gpu(tmp_path, monkeypatch, capsys):
         main([], tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (30 * 2**30, 99 * 2**30))
-    for name, text in {"a": "def test_one(device): pass\ndef test_two(): pass", "c": "def test_no(): assert 0",
-                       "b": "ON_GPU = 1\ndef test_no(): assert 0"}.items():
+    texts = {"a": "def test_one(device): pass\ndef test_two(): pass", "b": "def test_b(device): assert 0",
+             "c": "def test_c(): assert 0", "d": "def test_one(device): import os; os.abort()"}
+    for name, text in texts.items():
         (tmp_path / f"test_{name}.py").write_text(text)
     (tmp_path / "conftest.py").write_text("import pytest\ndevice = pytest.fixture(lambda: 0)")
-    for words, status, rows in ([], 1, ["test_a.py 2 0 0 0", "test_b.py 0 0 1 0"]), (
-            ["-k", "one"], 0, ["test_a.py 1 0 0 0", "test_b.py 0 0 0 0"]):
-        assert main([*words, "-p", "no:cacheprovider"], tmp_path) == status
+    files, gone = [str(tmp_path / f"test_{name}.py") for name in "abd"], "CRASHED, status -6"
+    for words, status, ends in ([], 1, ["passed 2 passed", "FAILED 1 failed", gone]), (
+            ["-k", "one"], 1, ["passed 1 passed, 1 deselected", "no test has this name", gone]), (
+            [files[0]], 0, ["passed 2 passed"]):
+        assert main(["--gpu", *words, "-p", "no:cacheprovider"], tmp_path) == status
         out = capsys.readouterr().out
-        assert [" ".join(line.replace("|", " ").split()[:5]) for line in out.splitlines()[-2:]] == rows
-        assert ("def test_no(): assert 0" in out) == bool(status)
+        rows = [" ".join(line.replace("|", " ").split()) for line in out.splitlines()[-len(ends):]]
+        assert all(f"test_{name}.py {end}" in row for name, end, row in zip("abd", ends, rows)), rows
+        assert ("def test_b(device): assert 0" in out) == (not words)
 
 
 def test_it_starts_by_links_and_by_sh(machine, tmp_path):

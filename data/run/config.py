@@ -618,6 +618,8 @@ def check_row(row, labels):
             (row.lazy or row.tied_to or row.label == "lm_head") and row.optim != "adam",
         f"betas={row.betas}: must be two numbers from 0 to below 1, the second one or None":
             not is_muon and (len(betas) != 2 or not all(0 <= (beta or 0) < 1 for beta in betas)),
+        f"average={row.average}: must be 0 or more, and 0 for rows, replicated and lazy":
+            row.average < 0 or row.average and (row.lazy or row.optim in ("rows", "replicated")),
         f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}":
             math.prod(row.shape[:-2]) % len(row.matrix_lr),
         **{f"does not read {field}; its factor is {read}": getattr(row, field) != row._field_defaults[field]

@@ -57,13 +57,13 @@ def total_tokens(schedule) -> int:
     return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
 
 
-def val_tokens(config) -> list[int]:
-    """[tokens of each validation but the last, tokens of the last one], or one number for both. The former are the
-    `val_share` of the run's tokens, in whole pieces: of a part of the text, so that they take little time."""
-    data = config.data
-    pieces = math.ceil(data.val_share * total_tokens(config.schedule) / data.val_batch_tokens)
-    early = pieces * data.val_batch_tokens * bool(config.system.val_every)
-    return [early, data.val_tokens] if 0 < early < data.val_tokens else [data.val_tokens]
+def validations(config, world) -> list[tuple[int | None, int]]:
+    """[(pieces that each rank reads, tokens of all ranks)] of the validations before the last, which read the `val_share`
+    of the run's tokens, and so take little time; then (None: all pieces, all tokens) of the last, if these are more."""
+    data, each = config.data, world * config.data.val_batch_tokens
+    pieces = math.ceil(data.val_share * total_tokens(config.schedule) / each)
+    few = [(pieces, pieces * each)] if config.system.val_every and 0 < pieces * each < data.val_tokens else []
+    return [*few, (None, data.val_tokens)]
 
 
 def momentum_steps(schedule) -> tuple[int, int]:
@@ -155,14 +155,11 @@ def best_size(time=0.0, tokens=0.0) -> Size:
 
 
 def expected_losses(config, record74, facts) -> str:
-    """A line about the validation losses of a new run, as far as anybody knows them; "" of one that goes on. record74:
-    that preset; facts: `facts_of_run`."""
-    if config.system.resume or config.system.init_from:
-        return ""
+    """A line about the validation losses of a new run, as far as anybody knows them, or "". record74: that preset; facts:
+    `facts_of_run`."""
     start = math.log(config.model.vocab_size)
-    line = f"val_loss to expect: about {start:.2f} at step 0, as if all tokens were equally likely"
-    if facts:
-        line += f"; soon below {facts['unigram_loss']:.4f}, that of a unigram of the training text"
+    known = [f"soon below {facts['unigram_loss']:.4f}, that of a unigram of the training text"] if facts else []
     if config == dataclasses.replace(record74, system=config.system):
-        line += f"; then, as in four public runs with these settings (PR 233), {PUBLIC_LOSSES}"
-    return line
+        known.append(f"as in four public runs with these settings (PR 233), {PUBLIC_LOSSES}")
+    new = not (config.system.resume or config.system.init_from)
+    return f"val_loss to expect: {'; '.join(known)}" if known and new else ""

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from data.run.config import flatten, read_arguments, render
-from data.run.length import stage_starts, val_tokens
 from data.run.machine import PATHS, of_rank_0
 from data.run.program import ROOT, UserError, own_modules, user_error, user_path
 from data.shards import data_root
@@ -104,12 +103,13 @@ class Log:
             minutes, seconds = divmod(round(seconds_left), 60)
             self.line(f"{place} {loss} {times} eta:{minutes}m{seconds:02d}s", file=False, end="")
 
-    def validation(self, config, step, losses, seconds):
-        """The lines of a validation. losses: of `val_tokens`, before the end only of the first number. At the end, one
-        line goes on with the curve of the first, and those of a step have the last."""
-        tokens, total = val_tokens(config), stage_starts(config.schedule)[-1]
+    def validation(self, step, total, losses, tokens, seconds):
+        """The lines of a validation. tokens: of `validations`; losses: on the first of these numbers, at the end on all,
+        of which the last is that of the run."""
+        for number, loss in zip(tokens, losses[:-1]):
+            self.line(f"step:{step}/{total} val_tokens:{number} val_loss:{loss:.4f}")
         if tokens[1:]:
-            self.line(f"step:{step}/{total} val_tokens:{tokens[0]}" + f" val_loss:{losses[0]:.4f}" * (step == total))
+            self.line(f"step:{step}/{total} val_tokens:{tokens[len(losses) - 1]}")
         self.step(step, total, f"val_loss:{losses[-1]:.4f}", seconds)
 
     def saved(self, path):

@@ -38,7 +38,7 @@ def warm_up(trainer):
         run_steps(trainer, seen)
     if trainer.config.optim.average_blend:
         trainer.optimizer.blend(trainer.plans[-1])  # the first blend loads kernels, which must not be on the clock
-    for batch in islice(trainer.validations[-1], 1):  # a rank may have none
+    for batch in islice(trainer.validation, 1):  # a rank may have none
         trainer.summed_loss(batch, trainer.attn[-1])
     trainer.synchronize()
     trainer.watch.lap("evaluation")
