@@ -95,7 +95,6 @@ def backward(name, shape, outputs, inputs, sizes, calls=0, of=None):
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
-
 class Timer:
     def __init__(self, repetitions):
         self.repetitions = repetitions
@@ -138,7 +137,6 @@ def rand(*shape, dtype=BF16):
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
-
 def example(op, dtype=BF16, borders=None, window=128, **sizes):
     """Arguments of an operation, of the widths of this file and these sizes. Cases with arguments of their own time
     parts of operations, the weights of a stage's tokens, or ids that repeat as those of text do."""

@@ -24,7 +24,6 @@ ENVIRONMENT = dict(os.environ)  # before any test has changed it, as importing a
 
 
 # ---- The server ------------------------------------------------------------------------------------------------------
-
 def serve(requests):
     """Each message on the socket is a request, with descriptors for stdout, stderr and the report; ends at EOF."""
     import train_gpt  # noqa: F401
@@ -84,7 +83,6 @@ def execute(code, argv, env):
 
 
 # ---- The client ------------------------------------------------------------------------------------------------------
-
 @cache
 def server():
     """(socket for requests, process): the server of this process, which ends with it."""

@@ -38,7 +38,6 @@ def layers_without_attention(removed):
 
 
 # ------------------------------------------------------------------------------------------------ model
-
 def rms(x):
     """x / sqrt(mean(x^2) + eps) over the last axis."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + RMS_EPS)
@@ -358,7 +357,6 @@ def validation_loss(params, tok, targets, cu, bigram_rows, *, pointer=None, **se
 
 
 # ------------------------------------------------------------------------------------------------- data
-
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """Write a shard file, valid or with a wrong header; returns its path."""
     header = np.random.default_rng(1).integers(-2**31, 2**31, 256).astype("<i4")  # after three numbers without meaning
@@ -437,7 +435,6 @@ def validation_piece(tokens, pos, n, sep, K):
 
 
 # -------------------------------------------------------------------------------------------- optimizer
-
 ADAM_LR, ADAM_EPS, ADAM_WD = 0.008, 1e-10, 0.005
 NORMUON_LR, NORMUON_BETA2, NORMUON_WD = 0.023, 0.95, 1.2
 
@@ -586,7 +583,6 @@ class OracleOptimizer:
 
 
 # -------------------------------------------------------------------------- schedules of the record run
-
 def stage_of(step):
     """0, 1, 2, and 3 for the extension (which also holds step 1490)."""
     return sum(step >= end for end in (483, 967, 1450))
@@ -614,7 +610,6 @@ def mtp_weights(step):
 
 
 # ---- Judging a kernel ------------------------------------------------------------------------------------------------
-
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: Triton's interpreter gets it wrong or takes minutes")
 only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731

@@ -349,7 +349,6 @@ def test_nothing_half_written_stays(tmp_path):
 
 
 # ---- Refused ---------------------------------------------------------------------------------------------------------
-
 def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, fails):
     """In one line; a knob that does not change what is learned may differ."""
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}", "--muon_lr=0.25", "--seed=3",

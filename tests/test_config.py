@@ -24,7 +24,6 @@ STEPS = range(1491)  # the last is the final validation
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("knob, text, value", [
     ("val_tokens", "2_097_152", 2097152), ("adam_eps", "1e-8", 1e-8), ("run_label", "a=b c,d", "a=b c,d"),
     ("sample_prompt", "", ""), ("fp8", "False", False), ("save", "1", True),
@@ -341,7 +340,6 @@ def test_help_lists_every_knob(capsys):
 
 
 # ---- Schedules -------------------------------------------------------------------------------------------------------
-
 def test_every_step_of_the_record_against_the_oracle():
     assert stage_starts(RECORD74.schedule) == [0, 483, 967, 1450, 1490]
     for step in STEPS:
@@ -417,7 +415,6 @@ def test_warmup_meets_every_stage_and_every_kind_of_update(args):
 
 
 # ---- Rotary states ---------------------------------------------------------------------------------------------------
-
 WINDOWS = 384, 896, 1408, 1664
 
 
@@ -465,7 +462,6 @@ def test_views_of_the_stages():
 
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
-
 SMOOTH = "replicated", (0.9, 0.99)
 
 
@@ -526,7 +522,6 @@ def test_parameters_of_features_that_record74_lacks():
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------
-
 def test_parameters_of_the_record():
     """The reference counts 543 818 952, with 7 scalars of padding for 8 ranks and a 12th MLP without a layer."""
     model = T.GPT(RECORD74.model, None, BF16, torch.device("meta"))

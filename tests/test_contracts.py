@@ -146,7 +146,6 @@ def test_words(op, change, message, monkeypatch):
 
 
 # ---- The choice of implementations -----------------------------------------------------------------------------------
-
 CUDA, EVERY = torch.device("cuda"), (  # naming a device needs none
     "XXT", "XTX", "ba_plus_cAA", "transpose_copy", "transpose_add", "attention", "mlp", "pointer", "pointer_inputs",
     "cross_entropy", "update_rows", "update_few_rows", "signed_rows", "embedding_grad", "fused_momentum",

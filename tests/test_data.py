@@ -158,7 +158,6 @@ def test_pieces_of_large_ids(ids):
 
 
 # ---- Training batches ------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("seed, micro_batches, world", [
     *[(seed, 8, world) for seed in range(4) for world in WORLDS], (5, 16, 2), (5, 4, 4), (5, 1, 1)])
 def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batches, world):
@@ -206,7 +205,6 @@ def test_shard_too_small_for_a_row_is_passed_over(tmp_path, small):
 
 
 # ---- State -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_resumes_after_any_number_of_batches(tmp_path, world):
     """Also inside a step, inside a step with a shard change, and after a wrap. The state survives JSON."""
@@ -245,7 +243,6 @@ def test_resumes_on_another_number_of_ranks(tmp_path, world):
 
 
 # ---- The end of the data ---------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("world", [1, 8])
 def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
     """If the data ends with the last step, reading ahead does not warn."""
@@ -306,7 +303,6 @@ def test_too_many_documents(tmp_path):
 
 
 # ---- Shard files -----------------------------------------------------------------------------------------------------
-
 TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
 
 
@@ -503,7 +499,6 @@ def test_where_files_are_looked_for(tmp_path, monkeypatch):
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
-
 def validation(folder, files, world, rank=0, pieces=8, n=64):
     for i, tokens in enumerate(files):
         write_shard(folder / f"val_{i}.bin", tokens)

@@ -46,7 +46,6 @@ def scalar(value, device):
 
 
 # ---- Codes of both layouts -------------------------------------------------------------------------------------------
-
 @both_formats
 def test_formats(dtype):
     """Every finite code keeps its value, and every value between two codes goes to the nearest, ties to even."""
@@ -124,7 +123,6 @@ def test_weights_bit_for_bit(layers, columns, M, N, device):
 
 
 # ---- Products with codes as results ----------------------------------------------------------------------------------
-
 def sparse_signs(rows, columns, count):
     """-1, 0 and 1, at most `count` of them not zero in each row, and the first column zero."""
     signs = torch.zeros(rows, columns)
@@ -205,7 +203,6 @@ def test_codes_of_products(N, device, either_kernel):
 
 
 # ---- The whole MLP ---------------------------------------------------------------------------------------------------
-
 LOSS_SCALE = 0.25
 NAMES = "y", "dx", "dW1", "dW2", "dfactor"
 
@@ -322,7 +319,6 @@ def test_graph(device):
 
 
 # ---- Codes and scales from step to step ------------------------------------------------------------------------------
-
 def test_refresh(device):
     """Weights by their exact maxima, post and dpre by the maxima of the last step; unusable maxima keep the scales."""
     bank, *_ = inputs(16, 32, 48, device, count=4)

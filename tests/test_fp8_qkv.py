@@ -105,7 +105,6 @@ def assert_near(got, wanted, tolerance):
 
 
 # ---- The block -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_against_the_definition(kind, dtype, monkeypatch):

@@ -221,7 +221,6 @@ def test_it_bites_on_a_gpu(corpus, monkeypatch):
 
 
 # ---- Every knob that is learned moves the loss -----------------------------------------------------------------------
-
 # A run of four steps has one layer of each kind. Adam updates at steps 1 and 3. The losses of steps 0 and 1 take 256 of
 # 640 classes.
 KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4"))), "--model_dim=32", "--num_heads=4",

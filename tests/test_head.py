@@ -26,7 +26,6 @@ LOSS_SCALE = 0.25
 
 
 # ---- Cross-entropy of rows -------------------------------------------------------------------------------------------
-
 def softcap(logits):
     return 23 * torch.sigmoid((logits + 5) / 7.5)
 
@@ -195,7 +194,6 @@ def test_codes_of_the_weight(shape, device):
 
 
 # ---- Head and loss ---------------------------------------------------------------------------------------------------
-
 class Inputs(NamedTuple):
     h: torch.Tensor
     weight: torch.Tensor
@@ -373,7 +371,6 @@ def test_memory(device):
 
 
 # ---- FP8 head --------------------------------------------------------------------------------------------------------
-
 def assert_as_quantised(got, wanted, exact):
     """The results agree with those of quantised arithmetic, much better than these agree with the exact ones."""
     # Seen on a CPU: 5e-4 from the quantised loss, 8e-4 from the exact one.

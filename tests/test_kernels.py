@@ -30,7 +30,6 @@ assert_as_good = partial(oracles.assert_as_good, worst_ref=8)  # largest seen: 3
 
 
 # ---- Symmetric products ----------------------------------------------------------------------------------------------
-
 def gram_input(name, shape, dtype, device):
     X = torch.randn(shape)  # on the CPU: the same numbers on every machine
     return (X + X.mT if name == "ba_plus_cAA" else X).to(device, dtype)
@@ -122,7 +121,6 @@ def test_gram_without_elements(name, shape, device):
 
 
 # ---- Transposes ------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (37, 300), (300, 64), (0, 3)])

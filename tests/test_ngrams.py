@@ -25,7 +25,6 @@ OPS, _ = tk.choose_ops(CPU, "torch")
 
 
 # ---- Rows and signs --------------------------------------------------------------------------------------------------
-
 def test_rows_of_all_orders():
     """Against Python's numbers. The last row of each part is for tokens without a whole n-gram."""
     tokens = np.random.default_rng(0).integers(0, 65536, 500).astype(np.uint16)
@@ -72,7 +71,6 @@ def test_embedding_of_a_token():
 
 
 # ---- Gradients and updates -------------------------------------------------------------------------------------------
-
 @pytest.fixture(params=["kernels", "plain"])
 def ops(request, monkeypatch):
     """The operations of the table; a kernel that falls back to its reference fails."""
@@ -213,7 +211,6 @@ def test_lists_of_any_length_take_the_same_kernels(device):
 
 
 # ---- What a token sees -----------------------------------------------------------------------------------------------
-
 ORDERS = 3  # bigrams, trigrams, 4-grams
 
 
@@ -269,7 +266,6 @@ def test_memory(corpus):  # noqa: F811
 
 
 # ---- Several ranks ---------------------------------------------------------------------------------------------------
-
 # Three pieces of validation: the second of two ranks has one less than the first, the last of four has none.
 RANKS = (TABLE, "--bigram_signs=true", f"--val_tokens={3 * VAL_BATCH // 2}", f"--val_batch_tokens={VAL_BATCH // 2}",
          "--micro_batches=4", "--save_every=5", "--keep=99")

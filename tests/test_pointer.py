@@ -33,7 +33,6 @@ def final_attention(config, model):
 
 
 # ---- Attention on copies ---------------------------------------------------------------------------------------------
-
 def operands(lengths, d, count, device, dtype, words=5):
     """q, k, sink, tokens, start, end, targets: of few words the next, a fifth of them another and a tenth none."""
     N, cu = sum(lengths), torch.tensor(borders(lengths) + [sum(lengths)] * 3, dtype=torch.int32, device=device)
@@ -133,7 +132,6 @@ def test_large_scores(function, device):
 
 
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
-
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("lengths, d", [((1,), 16), ((16, 1, 20), 32), ((3, 1, 1, 27), 128), ((40,), 64),
                                         *[pytest.param(x, 128, marks=gpu) for x in ((1000, 1, 7), (49152,))]])

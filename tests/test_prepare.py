@@ -90,7 +90,6 @@ def one_line(capsys) -> str:
 
 
 # ---- FineWeb, from a stand-in for the hub ----------------------------------------------------------------------------
-
 OFFLINE = ConnectionError("name or service\nnot known")
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in (1, 2))]
 FINEWEB = ["fineweb", "--shards", "2"]
@@ -201,7 +200,6 @@ def test_the_real_client_resumes_and_what_it_brings_is_verified(data, tmp_path):
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def corpus(tmp_path):
     """Thirty small documents in nested folders, with letters of several alphabets and both kinds of line ends."""
@@ -578,7 +576,6 @@ def test_an_interrupted_build_leaves_what_was_there(tiny, corpus, monkeypatch, s
 
 
 # ---- The embedded default --------------------------------------------------------------------------------------------
-
 def test_stdlib_is_complete_deterministic_and_not_built_twice(data, monkeypatch, capsys):
     files, build, folder = {}, prepare.build, data / "stdlib"
     monkeypatch.setattr(prepare, "build", lambda name, found, *rest: files.update(found) or build(name, found, *rest))
@@ -629,7 +626,6 @@ def test_the_trainer_meets_shards_of_an_older_program(tiny, corpus):
 
 
 # ---- From text to a sample -------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("count, size", [(2, 340), (1, 20_000), (300, 300), (1, 1_500_000)])
 def test_the_printed_command_fits_the_text(data, capsys, count, size):
     """The loader gives batches of all stages to the end of the shards and on. size: characters of each file."""

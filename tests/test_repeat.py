@@ -226,7 +226,6 @@ def test_errors_are_one_line_before_anything_is_done(argv, error):
 
 
 # ---- Side by side ----------------------------------------------------------------------------------------------------
-
 def test_each_gpu_has_a_queue_of_its_own(folder, train):
     """At most one run at a time on each GPU, and as many at once as there are GPUs. The data comes before the runs."""
     argv = "4 --label a --parallel --label b --train_files x --y=2 --train_tokens=1e9"
@@ -255,7 +254,6 @@ def test_each_gpu_has_a_queue_of_its_own(folder, train):
 
 
 # ---- Search and race -------------------------------------------------------------------------------------------------
-
 def test_several_values_of_a_knob_are_a_search(capfd):
     """A knob of several numbers is not searched; two knobs of two values have signed labels for compare.py."""
     words = ["--preset=cpu", "--muon_momentum=0.8,0.9", "--stage1.lr_mul=1,1.2"]

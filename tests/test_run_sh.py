@@ -145,7 +145,6 @@ def gpus(count) -> dict:
 
 
 # ---- Hardware, preset, data ------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("count, arguments, data, procs, preset", [
     (1, [], FINEWEB, 1, "single"), (3, [], FINEWEB, 2, "record"), (9, [], FINEWEB, 8, "record"),
     (0, ["--run_label=a  b*", "--x=$HOME `id` \\", "", "--y='\"'", "--x=again"], STDLIB, 1, "cpu"),
@@ -229,7 +228,6 @@ def test_data_that_is_there_is_not_prepared_again(machine):
 
 
 # ---- Python ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("has, arguments, status, pip, then", [
     ("numpy huggingface_hub triton", ["test", "-k", "a or b"], 0, "tiktoken|pytest|pytest-xdist",
      "system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"),
@@ -310,7 +308,6 @@ def test_an_old_driver_gets_another_build(machine, driver, words):
 
 
 # ---- Other ways to call it -------------------------------------------------------------------------------------------
-
 def test_repeated_runs(machine):
     """Each label with its own preset and data. Only the run of two processes is a ./run.sh. --repeat may stand
     anywhere."""

@@ -249,7 +249,6 @@ def test_operators_of_a_cpu():
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
-
 LAYERS = (T.Layer(paired=True), T.Layer(attention=False), T.Layer(long=True, value_embed=True),
           T.Layer(paired=True, value_embed=True))
 DOCUMENTS = [40, 4, 20], [64]  # of the two micro-batches of each step
@@ -376,7 +375,6 @@ def test_the_kernels_of_work_exist():
 
 
 # ---- Report, errors --------------------------------------------------------------------------------------------------
-
 def profiler(content):
     """A stopped profiler whose trace is `content`."""
     return NS(export_chrome_trace=lambda path: Path(path).write_text(content), stop=lambda: None)
@@ -420,7 +418,6 @@ def test_unreadable_traces(tmp_path, data, message):
 
 
 # ---- Real runs -------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def small(corpus):  # noqa: F811
     """The arguments of a tiny run of seven steps."""
