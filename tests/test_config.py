@@ -109,9 +109,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--init_from=": "--init_from= has no value: is there no checkpoint", "--minutes=": "--minutes= has no value: give",
     "--layer3=lang": "--layer3=lang: expected words that are fields of Layer, for example --layer3=long",
     "--layer6.skip_from=x": "expected a number or none, for example --layer6.skip_from=3",
-    "--stages=1": "--stages=1: must be 2 or more",
+    "--stages=1": "--stages=1: must be 2 or more", "--val_every": "'--val_every': write --key=value",
     "--layers=1001": "--layers=1001: must be 1 or more, and at most 1000",
-    "--val_every": "'--val_every': write --key=value",
     "--val_every=2.5": "--val_every=2.5: must be a whole number of steps, or from 0 to below 1",
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,x": "--muon_momentum=0.9,x: expected comma-separated numbers",
@@ -124,10 +123,9 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--ngram_rows=2e9,2e9": "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows",
     "--ngram_rows=2.5": "--ngram_rows=2.5: up to 7 whole numbers, each 0 or at least 2",
     "--ngram_rows=0 --bigram_tables=0": "--bigram_tables=0.0: the table of bigrams needs two rows or more",
-    "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
+    "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers", "--run_label=a/b": "--run_label=a/b.*a file",
     "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
-    "--run_label=a/b": "--run_label=a/b.*a file",
     # numbers that do not fit together
     "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
     "--preset=record74 --model_dim=960": "heads of 16 to 128 channels, a power of two; or add",
@@ -196,14 +194,6 @@ def test_refused_in_one_line_that_names_the_knob(args):
     with pytest.raises(UserError, match=REFUSED[args]) as error:
         T.parse_config(text.split(), world)
     assert "\n" not in str(error.value)
-
-
-def test_a_resumed_run_profiles_later_steps(monkeypatch):
-    state = {"step": 30, "config": dataclasses.asdict(T.PRESETS["cpu"].config)}
-    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: state)
-    assert T.parse_config(["--resume=x", "--profile=30:2"]).system.profiled == range(30, 32)
-    with pytest.raises(UserError, match="^--profile=29:2: the run has steps 30 to 1759$"):
-        T.parse_config(["--resume=x", "--profile=29:2"])
 
 
 @pytest.mark.parametrize("args, world, micro_batches", [
@@ -418,9 +408,9 @@ def test_warmup_meets_every_stage_and_every_kind_of_update(args):
 WINDOWS = 384, 896, 1408, 1664
 
 
-def oracle_states():
-    states = [(oracles.base_freqs(32), 0.1)]
-    for old, new in zip(WINDOWS, WINDOWS[1:]):
+def oracle_states(windows=WINDOWS, scale=0.1):
+    states = [(oracles.base_freqs(32), scale)]
+    for old, new in zip(windows, windows[1:]):
         states.append(oracles.yarn(*states[-1], old, new))
     return states
 
@@ -436,29 +426,24 @@ def test_rotary_states_against_the_oracle():
     assert np.array_equal(first[0], second[0]) and first[1] == second[1] == 0.1
 
 
-def small_record():
-    """The record with rows short enough for tables on a CPU."""
-    schedule = RECORD.schedule
-    stages = tuple(dataclasses.replace(stage, batch_tokens=128 * i) for i, stage in enumerate(schedule.stages, 1))
-    return dataclasses.replace(RECORD, schedule=dataclasses.replace(schedule, stages=stages),
-                               data=dataclasses.replace(RECORD.data, val_tokens=4096, val_batch_tokens=2048))
-
-
 def test_views_of_the_stages():
-    """Windows, scale and tables of the four stages; the final validation has a longer window and nothing else (K10)."""
-    views = T.attention_settings(small_record(), CPU, torch.float32)
+    """Windows, scale and tables of the four stages; the final validation has a longer window and nothing else (K10).
+    Narrow layers follow the short windows. Rows are short enough for tables on a CPU."""
+    small = "--val_tokens=4096", "--val_batch_tokens=2048", *(f"--stage{i}.batch_tokens={128 * i}" for i in range(1, 5))
+    views = T.attention_settings(T.parse_config(small), CPU, FP32)
     windows = [(view.short_window, view.long_window, view.pointer_window) for view in views]
     assert windows == [(128, 384, 896), (384, 896, 2048), (640, 1408, 2048), (768, 1664, 2048), (768, 2560, 2048)]
-    states = oracle_states()
-    for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):
-        table, factor = view.rotary[False]
-        assert factor == pytest.approx(scale, rel=1e-12)
-        assert table.shape == (4096, 32, 2)  # twice the longest row, for paired heads
-        # The angle is an fp32 product of fp32 factors.
-        angle = (np.arange(4096, dtype=np.float32)[:, None] * np.array(frequencies, np.float32)).astype(np.float64)
-        assert np.abs(table.numpy() - np.stack((np.cos(angle), np.sin(angle)), -1)).max() < 2e-7
-    rounded = T.attention_settings(small_record(), CPU, BF16)[1]  # last
+    for narrow, states in (False, oracle_states()), (True, oracle_states((128, 384, 640, 768), 0.13)):
+        for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):
+            table, factor = view.rotary[narrow]
+            assert factor == pytest.approx(scale, rel=1e-12)
+            assert table.shape == (4096, 32, 2)  # twice the longest row, for paired heads
+            # The angle is an fp32 product of fp32 factors.
+            angle = (np.arange(4096, dtype=np.float32)[:, None] * np.array(frequencies, np.float32)).astype(np.float64)
+            assert np.abs(table.numpy() - np.stack((np.cos(angle), np.sin(angle)), -1)).max() < 2e-7
+    rounded = T.attention_settings(T.parse_config(small), CPU, BF16)[1]  # last
     assert torch.equal(views[1].rotary[False][0].bfloat16(), rounded.rotary[False][0])
+    assert T.attention_settings(T.parse_config(["--preset=record74", *small]), CPU, BF16)[0].rotary.keys() == {False}
 
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
@@ -537,12 +522,8 @@ def fresh(seed, model=T.Model(vocab_size=2000, model_dim=96)):
     return {label: p.detach() for label, p in model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def weights():
-    return fresh(3)
-
-
-def test_zeros_and_constants(weights):
+def test_zeros_and_constants():
+    weights = fresh(3)
     zeros = "attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "bigram_embed", "x0_lambdas", "smear_lambda"
     constants = dict.fromkeys(zeros, 0.0) | dict(backout_lambda=0.5, skip_lambda=-1.5, bigram_lambdas=0.05,
                                                  resid_lambdas=1.1**0.5)
@@ -569,23 +550,17 @@ def normal(x, std):
     return drawn(x, std, std, 0.6827)
 
 
-def test_random_weights(weights):
-    """Each matrix by itself, so that none is left out or repeated."""
-    bound = 3**0.5 * 0.5 * 96**-0.5
-    assert 3**0.5 * 0.5 * 768**-0.5 == pytest.approx(0.03125, rel=1e-15)
+def test_random_weights():
+    """Each matrix by itself, so that none is left out or repeated. The seed decides them."""
+    bound, weights, other = 3**0.5 * 0.5 * 96**-0.5, fresh(3), fresh(4)
     matrices = [*weights["qk_bank"].flatten(0, 2), *weights["vo_bank"].flatten(0, 1), *weights["mlp_bank"][:, 0]]
-    assert len(matrices) == 51
-    assert all(uniform(matrix, bound) for matrix in matrices)
+    assert len(matrices) == 51 and all(uniform(matrix, bound) for matrix in matrices)
     tables = [*weights["value_embeds"].view(5, 2048, 96), weights["lm_head"]]
     assert all(normal(table, 0.01) for table in tables[:5]) and normal(tables[5], 0.005)
     heads = [tuple(m.flatten()[:8].tolist()) for m in matrices + tables]
     assert len(set(heads)) == len(heads)
-
-
-def test_seed_decides_the_weights(weights):
     torch.rand(3)  # the global generator has no say
     assert all(torch.equal(p, weights[label]) for label, p in fresh(3).items())
-    other = fresh(4)
     assert not any(torch.equal(other[label], weights[label]) for label in ("vo_bank", "embed"))
 
 

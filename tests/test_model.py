@@ -1,6 +1,5 @@
 """The model against the plain, unbanked implementation in oracles.py: loss and every gradient."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -177,30 +176,3 @@ def test_loss_and_all_gradients_through_the_kernels(device, name):
     head = kernels.HeadLoss(model.lm_head, torch.float32, False, ops.cross_entropy, pointer=ops.pointer,
                             gate=config.gate_id)
     compare_with_oracle(model, head, setting, loss_bound=1e-5, gradient_bound=1e-4, lambda_bound=2**-7)
-
-
-def test_signs_of_bigrams():
-    """Every model has the same. Which a token has: test_ngrams.py."""
-    config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, bigram_tables=0.1, bigram_signs=True)
-    assert config.ngrams == [(2, 5030)]
-    signs, other = (T.GPT(config, None, torch.float32, torch.device("cpu")).signs for _ in range(2))
-    assert signs.shape == (8192, 16) and torch.equal(signs.abs(), torch.ones_like(signs)) and abs(signs.mean()) < 0.02
-    assert len(signs.unique(dim=0)) > 7000 and torch.equal(signs, other)
-
-
-def test_settings_of_narrow_layers():
-    """Rotary table and scale follow the short window, those of the other layers the long window."""
-    small = "--preset=record74", "--val_batch_tokens=256", "--val_tokens=256", "--micro_batches=128"
-    config, plain = T.parse_config([*small, "--layer1.narrow=1"]), T.parse_config(small)
-    stages, cpu = config.schedule.stages, torch.device("cpu")
-    settings = T.attention_settings(config, cpu, torch.float32)
-    for narrow, window, scale in (True, "short_window", 0.13), (False, "long_window", 0.1):
-        frequencies, windows = oracles.base_freqs(32), [getattr(stage, window) for stage in stages]
-        for i, each in enumerate(settings[:-1]):
-            if i:
-                frequencies, scale = oracles.yarn(frequencies, scale, windows[i - 1], windows[i])
-            assert each.rotary[narrow][1] == pytest.approx(scale)
-            cosines = torch.as_tensor(frequencies).to(torch.float32).cos()
-            torch.testing.assert_close(each.rotary[narrow][0][1, :, 0], cosines)
-    assert settings[-1].rotary is settings[-2].rotary  # the final window is a long window
-    assert T.attention_settings(plain, cpu, torch.float32)[0].rotary.keys() == {False}
