@@ -162,10 +162,6 @@ def mlp(params, i, x):
     return torch.relu(x @ W1.T) ** 2 @ W2
 
 
-def gelu(x):
-    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
-
-
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
                  dynamic=(), mix=None, signs=None, narrow=(), narrow_state=None, layers=LAYERS, backout=7,
                  **settings):
@@ -213,7 +209,8 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         key, k = (place, name), network(place) - 1
         if key not in rows_out:
             return constants[key]
-        hidden = gelu(network_streams[k] @ params["dynamic_in"][k].T)
+        z = network_streams[k] @ params["dynamic_in"][k].T
+        hidden = z * (1 + torch.erf(z / math.sqrt(2))) / 2  # GELU
         return constants[key] + 0.1 * hidden @ params["dynamic_out"][rows_out[key]].T
     def weighted(factors, sources):
         assert factors.shape[-1] == len(sources)
@@ -350,12 +347,6 @@ def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale
     return loss_scale * losses.sum(), z
 
 
-def validation_loss(params, tok, targets, cu, bigram_rows, *, pointer=None, **settings):
-    """Plain mean loss of the next token; pointer and settings as for model_loss()."""
-    h = model_hidden(params, tok, cu, bigram_rows, **settings)
-    return losses_of_head(params, h, tok, targets, cu, [1.0], pointer)[0].mean()
-
-
 # ------------------------------------------------------------------------------------------------- data
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """Write a shard file, valid or with a wrong header; returns its path."""
@@ -456,8 +447,7 @@ ADAM_TABLE = {label: row for labels, row in {
 
 # label: learning-rate multipliers of the matrices of one bank, repeated along the bank
 NORMUON_TABLE = {
-    "qk_bank": (1,), "narrow_qk_bank": (1,), "vo_bank": (1, 1), "mlp_bank": (2, 4),  # V, O; W1, W2
-}
+    "qk_bank": (1,), "narrow_qk_bank": (1,), "vo_bank": (1, 1), "mlp_bank": (2, 4)}  # V, O; W1, W2
 
 
 def polar_express(X):
@@ -498,12 +488,6 @@ def normuon_update(state, y, lrs, wd):
     # 5
     keep = (y * w >= 0).to(w.dtype)
     w.copy_(w - keep * w * wd * lrs - y * lrs)
-
-
-def split_master(w):
-    """fp32 array -> (upper, lower) 16 bits as uint16; the upper half is the truncated bf16 weight."""
-    bits = np.ascontiguousarray(w, dtype=np.float32).view(np.uint32)
-    return (bits >> np.uint32(16)).astype(np.uint16), (bits & np.uint32(0xFFFF)).astype(np.uint16)
 
 
 def adam_step(state, g, lr, beta1, beta2, wd_mul):

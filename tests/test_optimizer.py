@@ -26,7 +26,7 @@ def test_master_split_is_bit_exact(device):
     """Joining and splitting any fp32 number is the identity, with and without the sign bit in the lower half."""
     w = np.random.default_rng(0).integers(0, 2**32, 10000, dtype=np.uint32).view(np.float32)
     w = w[np.isfinite(w)]
-    upper, lower = oracles.split_master(w)
+    upper, lower = ((w.view(np.uint32) >> shift).astype(np.uint16) for shift in (16, 0))  # upper: truncated to bf16
     joined = kernels.join_master(torch.from_numpy(upper.view(np.int16)), torch.from_numpy(lower.view(np.int16)))
     assert np.array_equal(joined.numpy().view(np.uint32), w.view(np.uint32))
     p, mantissa = (torch.from_numpy(half.view(np.int16).copy())[None, :, None].to(device) for half in (upper, lower))
@@ -137,20 +137,6 @@ def test_zero_updates_decay():
     y = kernels.polar_express(X, scale, OPS)
     kernels.normuon_update(p, mantissa, torch.zeros(1, 8, 1), y, 0.5, torch.ones(1, 1, 1), 0.25, 0.95)
     assert not y.any() and torch.equal(kernels.join_master(p, mantissa), w.float() * (1 - 0.5 * 0.25))
-
-
-def test_adam_matches_torch_without_decay():
-    """eps is not bias-corrected here, so it is compared at eps = 0."""
-    p = torch.randn(50)
-    theirs = torch.nn.Parameter(p.clone())
-    reference = torch.optim.Adam([theirs], lr=0.01, betas=(0.9, 0.99), eps=0.0)
-    m, v = torch.zeros(50), torch.zeros(50)
-    for t in range(1, 8):
-        theirs.grad = torch.randn(50)
-        reference.step()
-        rate = torch.tensor(0.01 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t))
-        kernels.adam_update(p, m, v, theirs.grad.clone(), rate, torch.tensor(0.0), 0.9, 0.99, 0.0)
-    torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_decay_of_a_table():
