@@ -388,16 +388,6 @@ def test_the_memory_does_not_hold_the_text(data, tmp_path, name, line):
     assert peak < 0.8 * (tmp_path / name).stat().st_size
 
 
-def test_a_small_file_is_not_all_that_validates(data, capsys):
-    """If whole files make up too small a share, documents do."""
-    line = "some words here\n"
-    files = {"todo": line, "a": 4000 * line, **{f"{i}.txt": "few" for i in range(20)}}
-    assert prepare_files(files, "--val-fraction", "0.25") == 0
-    assert "of all files, chosen by a hash, since whole files do not make up this share" in capsys.readouterr().out
-    train, val = (len(tokens_of(data / "n", part)) for part in ("train", "val"))
-    assert 0.24 < val / (train + val) < 0.27
-
-
 def test_what_is_no_text_is_skipped_counted_and_named(tiny, corpus, tmp_path, capsys, monkeypatch):
     texts = sorted(sources(corpus).values())
     (corpus / ".git").mkdir()
@@ -499,21 +489,23 @@ def test_shards_that_cannot_be_exchanged_stay(tiny, capsys, how):
     assert before == {path: os.path.isdir(path) or path.read_bytes() for path in (tiny / "n").iterdir()}
 
 
-@pytest.mark.parametrize("count, whole", [(1, False), (19, False), (20, True)])
-def test_from_twenty_files_on_whole_files_validate(data, capsys, count, whole):
-    """The documents of fewer files represent all of them."""
-    files = {f"{i}.txt": f"file {i}.\n" * (60_000 // count) for i in range(count)}
+@pytest.mark.parametrize("count, large, reason", [
+    (1, 1, "there are fewer than 20 files"), (19, 19, "there are fewer than 20 files"), (20, 20, ""),
+    (21, 1, "whole files do not make up this share")])
+def test_from_twenty_files_on_whole_files_validate(data, capsys, count, large, reason):
+    """The documents of fewer files, or of small ones beside a large one, represent all of them."""
+    files = {f"{i}.txt": f"file {i}.\n" * (60_000 // large if i < large else 1) for i in range(count)}
     assert prepare_files(files, "--val-fraction", "0.1") == 0
     train, val = ({re.search(r"\d+", text)[0] for text in texts_of(data / "n", [part])} for part in ("train", "val"))
     line = re.search("^validation: (.*)$", capsys.readouterr().out, re.M)[1]
     lengths = [len(tokens_of(data / "n", part)) for part in ("val", "train")]
     assert 0.099 < lengths[0] / sum(lengths) < 0.13
-    if whole:
+    if not reason:
         assert train.isdisjoint(val) and len(train) + len(val) == count
         assert line == f"{len(val)} of {count} files: " + ", ".join(f"'{i}.txt'" for i in sorted(val))
     else:
-        assert val == train == {*map(str, range(count))}
-        assert re.fullmatch(r"\d+ documents of all files, chosen by a hash, since there are fewer than 20 files", line)
+        assert count > large or val == train == {*map(str, range(count))}
+        assert re.fullmatch(rf"\d+ documents of all files, chosen by a hash, since {reason}", line)
 
 
 @pytest.mark.parametrize("argv, expected", [
@@ -670,7 +662,7 @@ def test_own_text_to_a_sample(data, tmp_path, capsys):
     _, _, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1])
     small = ["--model_dim=32", "--num_heads=2", "--layers=2", "--backout_layer=none", "--scheduled_steps=6",
              *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4)), "--sample_tokens=30",
-             "--sample_prompt=Once upon", f"--log_dir={tmp_path}/logs"]
+             "--sample_prompt=Once upon", "--val_every=99", f"--log_dir={tmp_path}/logs"]
     assert train_gpt.main([*arguments, *small]) == 0
     out = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"^step:\d+/\d+ val_loss:([0-9.]+)", out, re.M)]
