@@ -163,12 +163,6 @@ def test_gpus_and_arguments_decide(machine, count, arguments, data, procs, prese
         assert machine.threads == ""  # torchrun and the trainer choose them
 
 
-def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
-    """A second start asks prepare.py again, which knows what is complete. It does not import the slow torch."""
-    assert machine.run() == [STDLIB, CPU] and machine.threads == "12"
-    assert machine.run() == [STDLIB, CPU] and machine.err == "" and not machine.imported
-
-
 def test_gpus_that_torch_cannot_use(machine, tmp_path, monkeypatch):
     """A PyTorch for the CPU, no driver, a driver that fails, two GPUs. PyTorch is not imported."""
     assert machine.run(SMI_GPUS="8", CUDA_GPUS="0")[-1] == CPU
@@ -190,7 +184,7 @@ def test_gpus_that_torch_cannot_use(machine, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("variables, procs, preset, threads", [
-    ({"NPROC": "8"}, 8, "cpu", "1"), ({"NPROC": "2"}, 2, "cpu", "6"),
+    ({}, 1, "cpu", "12"), ({"NPROC": "8"}, 8, "cpu", "1"), ({"NPROC": "2"}, 2, "cpu", "6"),
     ({"NPROC": "2", "OMP_NUM_THREADS": "5"}, 2, "cpu", "5"), ({"NPROC": "1", **gpus(8)}, 1, "single", "")])
 def test_nproc_and_threads(machine, variables, procs, preset, threads):
     """The processes share the cores, unless OMP_NUM_THREADS is set."""
@@ -205,8 +199,11 @@ def test_an_error_costs_no_download(machine, arguments, variables, error):
 
 
 def test_data_that_is_there_is_not_prepared_again(machine):
-    """An interrupted download goes on. Nothing is trained without data."""
+    """An interrupted download goes on. Nothing is trained without data. prepare.py knows what of the library is there.
+    No start imports the slow torch."""
     start = train(1, "--preset=single")
+    for _ in range(2):
+        assert machine.run() == [STDLIB, CPU] and machine.err == "" and not machine.imported
     assert machine.run(DATA_PATH="/somewhere", **gpus(1)) == [start]
     folder = machine.repo / "data" / "fineweb10B"
     folder.mkdir()
@@ -384,16 +381,14 @@ def test_the_tests_of_a_gpu(tmp_path, monkeypatch, capsys):
 
 
 def test_it_starts_by_links_and_by_sh(machine, tmp_path):
-    """A chain of links that are relative to their own folders. The sh of Debian is no bash."""
+    """A chain of links that are relative to their own folders. The sh of Debian is no bash. A relative DATA_PATH is
+    that of the caller."""
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b/speedrun").symlink_to("../link")
     (tmp_path / "link").symlink_to("my repo/run.sh")
     assert machine.run(program=[tmp_path / "a b/speedrun"]) == [STDLIB, CPU]
     calls = machine.run(program=[shutil.which("dash") or "sh", "run.sh"], cwd=machine.repo, NPROC="2")
     assert calls[-1] == train(2, "--preset=cpu")
-
-
-def test_a_relative_data_path_is_that_of_the_caller(machine, tmp_path):
     for path in ".", "some where":
         assert machine.run(DATA_PATH=path, TRAIN='echo "$DATA_PATH"') == [CPU]
         assert os.path.normpath(machine.out.strip()) == os.path.normpath(tmp_path / path)
