@@ -40,7 +40,7 @@ ENV |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 RULE = "=" * 100 + "\n"
 STAGE_KEYS = "batch_tokens", "max_doc_len", "short_window", "long_window"
 STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32, 64))
-STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
+STEPS, VAL_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], 3 * (512 + 768 + 1024) + 2 * 896
 # three pieces: two ranks share them unevenly, the last of four has none
 VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 2304, 768, 96
 TINY = ["--preset=record74", "--device=cpu", "--dtype=float32", "--fp8=false", "--vocab_size=257",
@@ -148,7 +148,9 @@ def oracle_losses(model, val):
     for pos in range(0, VAL_TOKENS, VAL_BATCH):
         tok, targets, cu = oracles.validation_piece(val, pos, VAL_BATCH, 256, 128)
         rows = torch.tensor(oracles.bigram_hash(tok, len(params["bigram_embed"])))
-        losses.append(oracles.validation_loss(params, torch.tensor(tok), targets, cu.tolist(), rows, **view))
+        loss, _ = oracles.model_loss(params, torch.tensor(tok), targets, cu.tolist(), rows, mtp_weights=[1.0],
+                                     loss_scale=1 / VAL_BATCH, **view)
+        losses.append(loss)
     return torch.stack(losses)
 
 
@@ -361,14 +363,11 @@ def test_shards_that_the_run_does_not_need(corpus, tmp_path, capsys):
 
 @pytest.fixture
 def fails(capsys):
-    """fails(argv, pattern): `main` returns 1 and says why in one line. What it left in this process is removed."""
+    """fails(argv, pattern): `main` returns 1 and says why in one line."""
     def check(argv, pattern):
         assert T.main(argv) == 1
         assert re.fullmatch(rf"error: .*{pattern}.*\n", err := capsys.readouterr().err), err
-    yield check
-    T.gc.enable()
-    if T.dist.is_initialized():
-        T.dist.destroy_process_group()
+    return check
 
 
 def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails, monkeypatch):
@@ -411,15 +410,6 @@ def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
     path = re.fullmatch(r"ended by Ctrl-C; go on with --resume=(\S+/state_step\d{6}\.pt)", out.splitlines()[-1])[1]
     assert load_checkpoint(ROOT / path)["step"] >= 3
     assert set(re.findall("^step:.*$", seen, re.M)) <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
-
-
-def test_error_of_one_rank_is_the_only_one_told(corpus, tmp_path):
-    """Rank 1 stops alone; rank 0, left in a collective, says nothing."""
-    hook = """def stop(*args, **options):
-    raise T.UserError("rank 1 had enough")
-T.Trainer.step = stop if os.environ["RANK"] == "1" else T.Trainer.step"""
-    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook))
-    assert status != 0 and err == "error: rank 1: rank 1 had enough\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
