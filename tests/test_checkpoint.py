@@ -40,15 +40,8 @@ def read_logs(logs):
 
 
 def train(corpus, logs, *args):
-    """A run in this process; all it leaves is removed."""
-    try:
-        status = T.main([*corpus.args, f"--log_dir={logs}", *args])
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        T.gc.enable()
-        if T.dist.is_initialized():
-            T.dist.destroy_process_group()
-    assert status == 0
+    """A run in this process."""
+    assert T.main([*corpus.args, f"--log_dir={logs}", *args]) == 0
     return read_logs(logs)
 
 
@@ -365,7 +358,8 @@ def replace_checkpoint(monkeypatch, config):
 
 
 def test_every_knob_is_learned_or_free(monkeypatch):
-    """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
+    """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it. It profiles
+    later steps."""
     config, presets = T.PRESETS["cpu"].config, T.PRESETS
     assert settings.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - settings.KEPT_KNOBS
@@ -382,6 +376,9 @@ def test_every_knob_is_learned_or_free(monkeypatch):
             with pytest.raises(UserError) as refused:
                 settings.resumed_config(values, None, 1, presets)
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
+    assert T.parse_config(["--resume=x", "--profile=3:2"]).system.profiled == range(3, 5)
+    with pytest.raises(UserError, match="^--profile=2:2: the run has steps 3 to 1759$"):
+        T.parse_config(["--resume=x", "--profile=2:2"])
 
 
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--train_tokens=5e7", "--muon_lr=0.02"]])
