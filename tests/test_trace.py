@@ -374,22 +374,10 @@ def test_the_kernels_of_work_exist():
     assert {kernel for kernels, _ in trace.WORK.values() for kernel in kernels.split()} < launched
 
 
-# ---- Report, errors --------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 def profiler(content):
     """A stopped profiler whose trace is `content`."""
     return NS(export_chrome_trace=lambda path: Path(path).write_text(content), stop=lambda: None)
-
-
-def test_report(tmp_path):
-    """The numbers are those of the file."""
-    rec, path = Recorder(), tmp_path / "x.json.gz"
-    for step in (4, 5, 6):
-        rec.play((f"step {step}", LAUNCHED if step == 4 else rec.graph(micro_step())))
-    run = dict(cuda_graphs=True, device="cuda", rank=1, ranks=2, steps=[dict(step=step) for step in (4, 5, 6)])
-    result = trace.recorded(profiler(json.dumps({"traceEvents": rec.events})), path, run)
-    recorded = json.loads(gzip.open(path).read())
-    assert [*tmp_path.iterdir()] == [path] and result == trace.analyse(recorded) and recorded["run"] == run
-    assert trace.table(result).startswith("steps 6 to 6, rank 1 of 2 ")
 
 
 @pytest.mark.parametrize("content, folder, reason", [
