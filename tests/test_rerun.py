@@ -269,7 +269,8 @@ def test_a_real_run_is_repeated_digit_for_digit(corpus, tmp_path, capfd, monkeyp
 
 def test_a_packed_log_has_no_private_names_and_trains_again(log, again, tmp_path, monkeypatch, capfd):
     home = tmp_path / "homes/Änn"
-    for target, name, value in (platform, "node", "DeepBox.example.org"), (getpass, "getuser", "Änn"), (Path, "home", home):
+    fakes = (platform, "node", "DeepBox.example.org"), (getpass, "getuser", "Änn"), (Path, "home", home)
+    for target, name, value in fakes:
         monkeypatch.setattr(target, name, lambda value=value: value)
     edit(log, "RATE = 0.25  #", f'RATE = 0.25  # {home}/x on deepbox, by Änn the Ännlich, channel "/home/bob/y"')
     edit(log, "command: train_gpt.py", f"command: train_gpt.py --log_dir={home}/logs --run_label=Änn_1")
