@@ -24,7 +24,6 @@ from records import compare, rerun
 CPU, ROOT = torch.device("cpu"), Path(T.__file__).parent
 
 
-# ---- Log ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path, expected", {
     "/home/jane doe/data/train_*.bin": "train_*.bin", "/home/jane": "jane", "../../jane/x": "x", "~/x/y.pt": "y.pt",
     "data/../../../jane/x": "x", f"{ROOT}/logs/a/b.pt": "logs/a/b.pt", "data/x/x_*.bin": "data/x/x_*.bin",
