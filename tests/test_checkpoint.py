@@ -25,7 +25,8 @@ from data.run.log import published
 from data.run.program import UserError, atomic_write
 from records import compare, evaluate
 from oracles import write_shard
-from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, ready, start  # noqa: F401 (two are fixtures)
+from test_run import (  # noqa: F401 (two are fixtures)
+    PAIR, SHORT, STEPS, VAL_BATCH, corpus, fails, finish, ready, start)
 
 LAST_ONLY = "--save_every=0", "--save=true"  # a resumed run saves as before unless it is told
 
@@ -175,8 +176,8 @@ def test_a_run_resumes_on_a_copy_of_its_shards(base, moved, tmp_path, is_old):
 
 def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_path):
     shutil.copy(moved.folder / "train_2.bin", moved.folder / "train_3.bin")
-    early = train(moved, tmp_path / "a", "--save_every=1", "--keep=99")
-    first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
+    early = train(moved, tmp_path / "a", *SHORT, "--save_every=1", "--keep=99")
+    first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, 4))
     assert [sha for *_, sha in last["train"] + last["val"]].count(None) == 0 and first["val"] == last["val"]
     assert first["train"][0] == last["train"][0] and first["train"][2] == (*last["train"][2][:2], None)
 
@@ -428,7 +429,7 @@ OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=
 def test_any_stages_and_layers(corpus, tmp_path, capsys, monkeypatch):
     """Five stages, another layer table, all features: resumed bit for bit while gradients wait, with a warm-up on the
     way, evaluated, sampled; another layer table is refused."""
-    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=1", "--keep=99")
+    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=9")
     saved, waiting = (torch.load(run.saved[step], weights_only=True) for step in (STEPS, 9))
     assert saved["model"]["vo_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
     for label in ("dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas", "ngram_embed", "pointer_weights",
@@ -440,7 +441,7 @@ def test_any_stages_and_layers(corpus, tmp_path, capsys, monkeypatch):
     assert f"\nval_loss: {run.val[str(STEPS)]}\n" in capsys.readouterr().out
     assert T.main([f"--sample={run.saved[STEPS]}", "--device=cpu", "--tokens=3", "--prompt=the "]) == 0
     with pytest.raises(UserError, match="layer3 is xsa here, long xsa there$"):
-        T.parse_config([f"--resume={run.saved[8]}", "--layer3.long=false"])
+        T.parse_config([f"--resume={run.saved[9]}", "--layer3.long=false"])
     load = T.load
     monkeypatch.setattr(T, "load", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
     again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[9]}", *LAST_ONLY)
