@@ -99,8 +99,8 @@ def assert_evaluated(run, step, capsys):
 def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     """A run ends with the blend, which changes no step before the end, and the last checkpoint holds the weights that
     the run validated. Ranks agree: test_run.py. A resumed run is the same: test_checkpoint.py."""
-    whole = train(corpus, tmp_path / "whole", BLEND, "--save_every=1", "--keep=99")
-    plain = train(corpus, tmp_path / "plain", "--save_every=1", "--keep=99")
+    whole = train(corpus, tmp_path / "whole", BLEND, f"--save_every={STEPS - 1}")
+    plain = train(corpus, tmp_path / "plain", f"--save_every={STEPS - 1}")
     final, last = (run.val[str(STEPS)] for run in (whole, plain))
     assert final != last
     before, same = (torch.load(run.saved[STEPS - 1], weights_only=True)["model"] for run in (whole, plain))
