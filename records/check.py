@@ -46,7 +46,7 @@ def check_table(config, world, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
     fit: None, or function (H100s that the GPU is worth, device) -> (config that suits it, a line about its size).
     rows_open: see `fit_memory`."""
-    columns, status, more = "{:<15} | {:<90} | {}", 0, {}
+    columns, status, more, told = "{:<15} | {:<90} | {}", 0, {}, {}  # told: text -> the row that says it
     with suppress(UserError):  # the rows "device", "kernels" and "memory" report it
         device = find_device(config)
         if fit and device.type == "cuda":
@@ -77,7 +77,8 @@ def check_table(config, world, fit, rows_open, show) -> int:
             found, ok = str(error), "no"
         status |= ok == "no"
         if show:
-            first, *rest = textwrap.wrap(found, 90, break_on_hyphens=False)
+            known = told.setdefault(found, name)
+            first, *rest = textwrap.wrap(found if known == name else f"as {known}", 90, break_on_hyphens=False)
             print(columns.format(name, first, ok), *(columns.format("", part, "").rstrip() for part in rest), sep="\n")
         elif ok == "no":
             raise UserError(found)
