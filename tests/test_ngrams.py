@@ -272,7 +272,7 @@ def test_memory(corpus):  # noqa: F811
 # ---- Several ranks ---------------------------------------------------------------------------------------------------
 # Three pieces of validation: the second of two ranks has one less than the first, the last of four has none.
 RANKS = (TABLE, "--bigram_signs=true", f"--val_tokens={3 * VAL_BATCH // 2}", f"--val_batch_tokens={VAL_BATCH // 2}",
-         "--micro_batches=4", "--save_every=5", "--keep=99")
+         "--val_share=0", "--micro_batches=4", "--save_every=5", "--keep=99")
 
 
 def on_ranks(corpus, logs, ranks, *args):  # noqa: F811
