@@ -227,6 +227,8 @@ def main(argv) -> int:
         print(__doc__)
         return int(not argv)
     path, *argv = argv
+    if not path:
+        raise UserError("the first argument, the checkpoint, is empty; --save=true makes one")
     try:
         for i, (arg, following) in enumerate(zip(argv, [*argv[1:], "--"])):
             if arg == "--hellaswag" and following.startswith("--"):

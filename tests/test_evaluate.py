@@ -241,7 +241,9 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))
     monkeypatch.setattr(E, "load_model", lambda path, knobs: (config, model, attention))
     file, reader = (str(tmp_path / name) for name in ("model.safetensors", "plain_gpt.py"))
-    assert E.main(["", f"--export={file}", "--validate=false"]) == 0
+    assert E.main(["any", f"--export={file}", "--validate=false"]) == 0
+    with pytest.raises(UserError, match="^the first argument, the checkpoint, is empty; --save=true makes one$"):
+        E.main([""])  # as of an unset variable
     monkeypatch.setattr(sys, "argv", [reader, file, config.system.sample_prompt, "20"])
     plain, text = runpy.run_path(reader, run_name="__main__"), "".join(sample(model, config, attention))
     said = f"exported: {file}\nreader: {reader}\n{text}\n"

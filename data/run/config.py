@@ -493,7 +493,7 @@ def resumed_config(values, preset, world, presets):
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
     if step >= (total := stage_starts(saved.schedule)[-1]):
         raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
-                        " or start a longer run")
+                        f" or begin another run with its weights, --init_from={path}")
     return with_values(saved, {key: value for key, value in values.items() if key in free}), step
 
 
