@@ -154,6 +154,15 @@ def best_size(time=0.0, tokens=0.0) -> Size:
     return next(size for size, border in BORDERS.items() if (time or seconds(size, tokens)) <= border)
 
 
+def loss_on_L(size, tokens) -> str:
+    """What `single` ends with on our corpus L, in words; "" where no run was near. The fit of
+    records/2026-11-29_recipe/borders.py.txt."""
+    narrower, shallower, shorter = 768 / size.width, 11 / size.layers, 40e6 / tokens
+    loss = (2.1629 + 0.0546 * narrower**1.2 + 0.1156 * shallower**0.6 + 0.9518 * shorter**0.265
+            - 0.0153 * math.log(narrower**2 * shallower) * math.log(shorter))
+    return f"; on corpus L, such runs end near {loss:.2f}" if 18e6 <= tokens <= 160e6 else ""
+
+
 def expected_losses(config, record74, facts) -> str:
     """A line about the validation losses of a new run, as far as anybody knows them, or "". record74: that preset; facts:
     `facts_of_run`."""

@@ -16,7 +16,7 @@ import torch
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.length import (
-    BORDERS, best_size, h100s, stage_starts, sum_over_steps, total_tokens)
+    BORDERS, best_size, h100s, loss_on_L, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, existing_folder, is_writable, user_error, user_path
@@ -236,4 +236,5 @@ def fit_size(config, is_open, parse, world, gpu, device):
     size = next(it for it in reversed(BORDERS) if it == min(BORDERS) or it <= best and (world > 1 or fits(it)))
     length = f"{time:g} s; the GPUs are worth {speed:.2f} H100s" if time else f"{tokens / 1e6:.3g}M tokens"
     line = f"size: {size} (channels x layers) for {length}"
+    line += loss_on_L(size, time / seconds(size, 1, speed) if time else tokens)
     return parse(gpu, **size.knobs), line + f"; {best} would be better, but does not fit the memory" * (size != best)
