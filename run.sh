@@ -221,6 +221,8 @@ has_shards() {
   done
 }
 
+[ $mode != plan ] || "$python" train_gpt.py --help "$@" >/dev/null || exit  # --help reads the arguments first
+
 # prepare.py decides in 0.2 s whether Python's library is complete. It need not start if all files of FineWeb exist.
 case "$data$preset" in
   given*) ;;
@@ -234,7 +236,7 @@ case "$data$preset" in
     fi ;;
 esac
 case $mode in
-  plan) "$python" train_gpt.py --help "$@" >/dev/null || exit; printf '%s\0' "$procs" "${OMP_NUM_THREADS:-}" "$@" >&3; exit ;;
+  plan) printf '%s\0' "$procs" "${OMP_NUM_THREADS:-}" "$@" >&3; exit ;;
   data) exit ;;
 esac
 [ "$procs" != 1 ] || exec "$python" train_gpt.py "$@"

@@ -314,8 +314,8 @@ def test_repeated_runs(machine):
         a=${a#*=}; printf "run_label: $a\nseed: 3\nfinal_val_loss: 3\n" >"logs/$a.txt" ;; esac; done"""
     a = ["--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"]
     assert machine.run(*argv, TRAIN=log, **gpus(2)) == [
-        "|".join(["system/python3|records/repeat.py", *argv]), STDLIB,
-        "system/python3|train_gpt.py|--help|--log_dir=logs|--preset=cpu",  # it reads the arguments
+        "|".join(["system/python3|records/repeat.py", *argv]),
+        "system/python3|train_gpt.py|--help|--log_dir=logs|--preset=cpu", STDLIB,  # it reads the arguments
         "system/python3|train_gpt.py|--help|--preset=record|--log_dir=logs|--train_files=x", f"['-'] {json.dumps(a)}",
         train(2, "--run_label=b", "--seed=3", "--preset=record", "--log_dir=logs", "--train_files=x")]
     assert machine.out == "-- a=logs/a.txt b=logs/b.txt\n"
@@ -325,7 +325,7 @@ def test_runs_side_by_side_find_the_data_there(machine):
     argv = "--repeat 1 --label a --parallel --label b".split()
     _, *first, a, b = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
     runs = [[f"--run_label={label}", "--seed=1", "--preset=cpu", "--log_dir=logs"] for label in "ab"]
-    assert first == [STDLIB, "system/python3|train_gpt.py|--help|--preset=cpu|--log_dir=logs"] * 2
+    assert first == ["system/python3|train_gpt.py|--help|--preset=cpu|--log_dir=logs", STDLIB] * 2
     assert sorted([a, b]) == [f"['-'] {json.dumps(run)}" for run in runs]
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
     assert machine.run("plan", "--preset", "record") == ["system/python3|train_gpt.py|--help|--preset|record"]  # no data

@@ -166,7 +166,6 @@ def loss_on_L(size, tokens) -> str:
 def expected_losses(config, record74, facts) -> str:
     """A line about the validation losses of a new run, as far as anybody knows them, or "". record74: that preset; facts:
     `facts_of_run`."""
-    start = math.log(config.model.vocab_size)
     known = [f"soon below {facts['unigram_loss']:.4f}, that of a unigram of the training text"] if facts else []
     if config == dataclasses.replace(record74, system=config.system):
         known.append(f"as in four public runs with these settings (PR 233), {PUBLIC_LOSSES}")
