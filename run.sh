@@ -44,10 +44,11 @@ Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torc
         driver older than 580 it installs the build of torch with CUDA 12.6, which runs with 525 and newer.
 GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run of any
         length (--minutes=5) within its memory; no GPU: --preset=cpu, 1 process.
-Data    cpu: Python's library sources, made in a second; all other presets: as much of FineWeb as the run reads (200 MB
-        for 100 million tokens, at most 2 GB for a preset at its own length), downloaded once to data/fineweb10B. run.sh
-        gets no data if you pass --train_files=... or a checkpoint (--resume=..., --init_from=...), which has the
-        settings of its run, or set DATA_PATH (the folder that holds data/fineweb10B or data/stdlib).
+Data    cpu: Python's library sources, made in a second; all other presets: as much of FineWeb as the run reads (440 MB
+        for 100 million tokens of training, at most 2 GB for a preset at its own length), downloaded once to
+        data/fineweb10B. run.sh gets no data if you pass --train_files=... or a checkpoint (--resume=...,
+        --init_from=...), which has the settings of its run, or set DATA_PATH (the folder that holds data/fineweb10B or
+        data/stdlib).
         Paths in arguments are relative to the folder of this script.
 
 Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the threads of each,
@@ -161,9 +162,8 @@ case $mode in
     for argument in "$@"; do
       case $argument in
         --gpu) exec "$python" .ci/gpu.py "$@" ;;
-        *.py | *.py::*) [ -e "${argument%%::*}" ] || die "no such file: ${argument%%::*}" ;;
+        *.py | *.py::*) [ -e "${argument%%::*}" ] || die "no such file: ${argument%%::*}"; tests="" ;;
       esac
-      [ ! -e "${argument%%::*}" ] || tests=""
     done
     exec "$python" -m pytest $tests -q -n auto --dist loadfile "$@" ;;  # each core takes whole files
   repeat | rerun) exec "$python" records/$mode.py "$@" ;;

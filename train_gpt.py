@@ -56,7 +56,7 @@ from data import require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.length import expected_losses, momentum_steps, scaled, stage_starts, validations
+from data.run.length import momentum_steps, scaled, stage_starts, validations
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, one_line, open_outputs,
     require_finite, run_program, serve, told)
@@ -376,12 +376,13 @@ def parse_config(argv, world=1, gpu=1.0) -> Config:
 def first_answer(argv) -> int | None:
     """The exit status of --help. None: the run needs PyTorch, whose import takes seconds. Raises UserError for
     arguments that no run accepts; those that need a checkpoint, or come to `serve`, are read later."""
-    asks, rest = {"--help", "-h"} & {*argv}, [argument for argument in argv if argument not in ("--help", "-h")]
+    rest = [argument for argument in argv if argument not in ("--help", "-h")]
     if not re.search(r"^(-$|--(sample|resume|init_from)\b)", "\n".join(rest), re.M):
         parse_config(rest)
-    if asks:
-        print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
-    return 0 if asks else None
+    if rest == argv:
+        return None
+    print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
+    return 0
 
 
 if __name__ == "__main__":
@@ -1453,7 +1454,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
         write_header(log, argv, sources, config, machine, choices, shards)
         facts, doubt = facts_of_run(config)
         doubts = [f"warning: {text}" for text in (doubt, *shards["train"].warnings, *shards["val"].warnings) if text]
-        for line in filter(None, (size, *faults, *doubts, expected_losses(config, RECORD74, facts))):
+        for line in filter(None, (size, *faults, *doubts)):
             log.line(line)
     stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None
@@ -1532,13 +1533,13 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
     return head(out.h, batch.targets, torch.ones(1, device=out.h.device), 1.0, exact=True, point=out.point)
 
 
-def validate(summed_loss, data, attn, rt, few=None) -> float:
-    """Mean loss over the validation tokens of all ranks, or of the first `few` pieces of each rank. Of all, a rank may
-    have fewer than others, or none; a repeated piece does not count. summed_loss: (batch, attn) -> sum, 0-D."""
+def validate(summed_loss, data, attn, rt, few=None, tokens=0) -> float:
+    """Mean loss over all validation tokens, or over so many `tokens`, the first `few` pieces of each rank. A rank may
+    have no piece, or a repeated one, which does not count. summed_loss: function (batch, attn) -> sum, 0-D."""
     losses = [summed_loss(batch, attn) for batch in islice(data, few)][:data.pieces]
     total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
-    return total.item() / (few * rt.world * data.config.data.val_batch_tokens if few else data.config.data.val_tokens)
+    return total.item() / (tokens or data.config.data.val_tokens)
 
 
 def add_gradients(loss, leaves):
@@ -1679,7 +1680,7 @@ class Trainer:
         """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
-        val_steps, (pieces, tokens) = system.val_steps(self.total), zip(*validations(self.config, self.rt.world))
+        val_steps, parts = system.val_steps(self.total), validations(self.config, self.rt.world)
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1693,7 +1694,7 @@ class Trainer:
                     self.profiler.stop()
             last = step == self.total
             stops = not last and (self.agreed if self.rt.world > 1 else self.stop.number)
-            validates = last or not stops and step in val_steps
+            validates = last or not stops and step in val_steps and step not in system.profiled[1:]
             saves = self.first_step < step < self.total and (
                 system.save or system.save_every if stops else system.save_every and step % system.save_every == 0)
             if last and self.config.optim.average_blend:
@@ -1704,9 +1705,8 @@ class Trainer:
                 with clock.paused("validation") as seconds:
                     if validates:
                         args = self.summed_loss, self.validation, self.attn[-1 if last else plan.stage], self.rt
-                        losses = [validate(*args, few) for few in pieces[:1 + last]]
-                        self.log.validation(step, self.total, losses, tokens, seconds)
-                        require_finite(loss := losses[-1], f"validation loss before step {step}")
+                        losses = [validate(*args, *each) for each in parts[:1 + last]]
+                        self.log.validation(step, self.total, losses, parts, seconds)
                     if saves:
                         save(self, step, seconds)
                     if stops:
@@ -1732,7 +1732,7 @@ class Trainer:
             self.losses.append((step, copied, step_loss, signal, clock.seconds()))
             if not copied:
                 self.log_losses(keep=0)
-        return loss, clock
+        return losses[-1], clock
 
     def step(self, loader, plan, micro_steps, eager=False):
         """All micro-batches of a step, then the optimizer. Returns the mean loss of the next tokens, 0-D: before the

@@ -1,6 +1,6 @@
-"""`./run.sh test --gpu [file ...] [argument ...]`: the test files that use a GPU, or the given ones, each in a process of
-its own, since a fault on a GPU ends all that its process does there. As many run at a time as cores and memory allow. A
-table comes last. The arguments go to pytest."""
+"""`./run.sh test --gpu [file ...] [argument ...]`: the test files that use a GPU, or the given ones, each in a process
+of its own, since a fault on a GPU ends all that its process does there. As many run at a time as cores and memory
+allow. A table comes last. The arguments go to pytest."""
 
 import re
 import subprocess
@@ -17,7 +17,8 @@ from records.compare import table
 
 USES_GPU = re.compile(r"^def \w+\(.*\bdevice\b|\bON_GPU\b|^@pytest.mark.skipif\(not torch\.cuda", re.M)
 ROOM = 12 * 2**30  # bytes of a GPU for one file
-ENDS = {0: "passed", 1: "FAILED", 5: "no test has this name"}  # exit status of pytest -> what it means
+# By the exit status of pytest.
+ENDS = {0: "passed", 1: "FAILED", 2: "ENDED EARLY", 4: "WRONG ARGUMENTS", 5: "no test has this name"}
 
 
 def main(argv, tests=ROOT / "tests") -> int:
@@ -32,16 +33,17 @@ def main(argv, tests=ROOT / "tests") -> int:
         print(done.stdout if fails else f"{Path(path).name} is done", flush=True)
         counts = re.sub(r"(, \d+ warnings?)? in .*", "", done.stdout.rstrip().rpartition("\n")[2]).strip("= ")
         end = ENDS.get(done.returncode, f"CRASHED, status {done.returncode}")
-        return fails, [Path(path).name, end, counts if done.returncode < 2 else "", f"{time.perf_counter() - began:.0f}"]
+        counts *= done.returncode in (0, 1)
+        return fails, [Path(path).name, end, counts, f"{time.perf_counter() - began:.0f}"]
 
-    given = [argument for argument in argv if Path(argument.partition("::")[0]).exists()]
+    given = [argument for argument in argv if argument.partition("::")[0].endswith(".py")]
     options = [argument for argument in argv if argument not in (*given, "--gpu")]
     files = given or [str(path) for path in sorted(tests.glob("test_*.py"))
                       if USES_GPU.search(path.read_text(encoding="utf-8"))]
     with ThreadPoolExecutor(max(1, min(int(allowed_cores()), torch.cuda.mem_get_info()[0] // ROOM))) as pool:
         failed, rows = zip(*pool.map(run, files))
     print(table([["file", "end", "tests", "seconds"], *rows]))
-    return int(any(failed))
+    return int(any(failed) or all(row[1] == ENDS[5] for row in rows))
 
 
 if __name__ == "__main__":

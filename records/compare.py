@@ -50,7 +50,8 @@ FINALS = {"time s": 3, "loss": 4}  # the results in the tables, and their digits
 # Settings that may differ between the runs of a group. Runs on several GPUs have their own caches.
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
        "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
-TEXT = {"vocab_size", "val_tokens", "val_sha256"}  # on which a validation loss depends; older logs lack the last
+# On which a validation loss depends; older logs lack the last.
+TEXT = {"vocab_size", "val_tokens", "val_tokens.few", "val_sha256"}
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps", "train_tokens"}  # settings in which --exchange's two groups may differ
 
@@ -133,8 +134,9 @@ def read_run(path: Path) -> Run:
             run.ms[step] = ms
         if trained:
             run.training[step] = float(trained)
-    if (few := re.findall(r"^step:(\d+)/\1 val_tokens:\d+ val_loss:([\d.]+)$", lines, re.M)) and run.total in run.losses:
-        run.few = float(few[-1][1])
+    few = re.search(r"^step:(\d+)/\1 val_tokens:(\d+) val_loss:([\d.]+)$", lines, re.M)
+    if few and run.total in run.losses:
+        run.facts["val_tokens.few"], run.few = few[2], float(few[3])
     if not (headers or run.ms or run.losses):
         raise UserError(f"{path}: not the log of a run (no line like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
     if mixed is not None:
@@ -535,13 +537,12 @@ def report(groups, target, names=None) -> str:
     if machine := {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}:
         warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 
-    few = " (before the end on few tokens)" * any(run.few > 0 for runs in used.values() for run in runs)
-    curve = [[f"validation loss at step{few}", *used, *(f"{label} − {base} (p)" for label in others)]]
+    curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
     steps = sorted({step for runs in used.values() for run in runs for step in run.losses})
     if len(steps) > ROWS:
         steps = [steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)]
     for step in steps:
-        cells = [sample(run.losses.get(step, math.nan) for run in runs) for runs in used.values()]
+        cells = [sample(run.curve.get(step, math.nan) for run in runs) for runs in used.values()]
         curve.append([str(step), *(spread(cell, 4) for cell in cells),
                       *(f"{number(e.value, 4, '+')} ({chance(e.p)})" for e in (welch(cells[0], x) for x in cells[1:]))])
 
@@ -590,7 +591,7 @@ def write_csv(path: Path, groups):
     for label, run in ((label, run) for label, runs in groups.items() for run in runs):
         for step in sorted(run.losses.keys() | run.training.keys()):
             seconds = run.seconds.get(step, run.ms.get(step, math.nan) / 1000)
-            rows.writerow((label, run.name, step, seconds, run.training.get(step), run.losses.get(step)))
+            rows.writerow((label, run.name, step, seconds, run.training.get(step), run.curve.get(step)))
     with atomic_write(path) as file:
         file.write(text.getvalue().encode())
 

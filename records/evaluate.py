@@ -211,12 +211,15 @@ def export(model, config, attention, path):
         for x in weights.values():
             file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     print(f"exported: {path}", flush=True)
+    reader, text = path.with_name(READER.name), READER.read_bytes()
     if unknown:
         print(f"no reader: {READER.name} does not know {unknown}", flush=True)
+    elif reader.exists() and reader.read_bytes() != text:
+        print(f"reader: {reader} is another one and stays; {READER} reads this export", flush=True)
     else:
-        with atomic_write(path.with_name(READER.name)) as file:
-            file.write(READER.read_bytes())
-        print(f"reader: {path.with_name(READER.name)}", flush=True)
+        with atomic_write(reader) as file:
+            file.write(text)
+        print(f"reader: {reader}", flush=True)
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------

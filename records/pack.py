@@ -52,7 +52,7 @@ def private_names(log: Path, words) -> tuple[list[tuple[str, str]], list[str]]:
         for form in {text: 0, json.dumps(text)[1:-1]: 0}:  # the latter has other forms of what is no ASCII
             patterns.append((before + re.escape(form) + after, new))
 
-    folders = {path: "." for folder in (ROOT, Path.cwd(), log.parent, data_root())
+    folders = {path: "." for folder in (ROOT, log.parent, data_root())
                for path in (folder.absolute(), folder.resolve())} | {home: "~", home.resolve(): "~"}
     for path in sorted(folders, key=lambda path: -len(str(path))):
         if len(path.parts) > 1:  # /data of a container may also stand behind another folder, in the code

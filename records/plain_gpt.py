@@ -192,12 +192,14 @@ def read_safetensors(path):
             for name, x in header.items()}, metadata
 
 
-def main(path, prompt="", count="200", temperature=0.8):
+def main(path, prompt="", count="200"):
     try:
         model = Model(path)
     except Exception as error:  # other files raise many kinds
         sys.exit(f"error: {path} is no export for this program ({type(error).__name__}: {error})")
     encode, decode = lambda text: list(text.encode(errors="replace")), lambda token: bytes([token])
+    if model.wiring.tokenizer == "unknown":
+        sys.exit("error: the tokens are your own: call Model in Python, which takes their numbers")
     if model.wiring.tokenizer != "bytes":
         try:
             import tiktoken
@@ -212,13 +214,14 @@ def main(path, prompt="", count="200", temperature=0.8):
     for _ in range(int(count)):
         sys.stdout.flush()
         log_p = model(torch.tensor([model.separator, *ids[-recent:]]))[-1, :model.separator]  # never the separator
-        ids.append(int(torch.multinomial((log_p / temperature).softmax(0), 1)))
+        ids.append(int(torch.multinomial((log_p / 0.8).softmax(0), 1)))
         sys.stdout.buffer.write(decode(ids[-1]))
     print()
 
 
 if __name__ == "__main__":
     path, *rest = sys.argv[1:] or ["--help"]
-    if path.startswith("--") or len(rest) > 2 or len(rest) == 2 and not rest[1].isdecimal():
-        sys.exit(__doc__)
+    if path.startswith("-") or len(rest) > 2 or len(rest) == 2 and not rest[1].isdecimal():
+        print(__doc__)
+        sys.exit(path not in ("--help", "-h"))
     main(path, *rest)

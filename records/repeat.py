@@ -153,10 +153,9 @@ def environment(gpu) -> dict[str, str]:
 class Start(NamedTuple):
     """How the runs of a label start, from `./run.sh plan`, which has also fetched the data."""
 
-    status: int
-    processes: str = ""
-    threads: str = ""  # OMP_NUM_THREADS; "": not set
-    arguments: tuple = ()  # with the preset that run.sh chooses
+    processes: str
+    threads: str  # OMP_NUM_THREADS; "": not set
+    arguments: tuple  # with the preset that run.sh chooses
 
     @property
     def kind(self) -> str:
@@ -166,12 +165,13 @@ class Start(NamedTuple):
         return f"{where}, threads {self.threads}" if self.processes == "1" else ""
 
 
-def plan(arguments, env) -> Start:
+def plan(arguments, env) -> Start | int:
+    """How the runs start, or the exit status of a run.sh that refuses them."""
     done = subprocess.run(["./run.sh", "plan", *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, encoding="utf-8")
     if done.returncode:
-        return Start(done.returncode)
+        return done.returncode
     processes, threads, *words = done.stdout.split("\0")[:-1]
-    return Start(0, processes, threads, tuple(words))
+    return Start(processes, threads, tuple(words))
 
 
 class Process:
@@ -346,9 +346,9 @@ def main(argv) -> int:
     starts = {}
     for label, words in series.labels.items():
         starts[label] = plan(words, env)
-        if status := starts[label].status:
-            say(f"{label}: no run of the series starts; the lines above say why")
-            return 130 if caught else status
+        if isinstance(starts[label], int):
+            caught or say(f"{label}: no run of the series starts; the lines above say why")
+            return 130 if caught else starts[label]
     status = train(runs, starts, gpus, caught, processes)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.
     finished = [run for label in series.labels for run in runs if run.label == label and run.log]
@@ -365,7 +365,7 @@ def main(argv) -> int:
     result = subprocess.call(command, cwd=ROOT) or status
     for run in runs if not caught else ():
         if not run.log:
-            say(f"{run.title}: is not in this table, since it failed")
+            say(f"{run.title}: did not finish, so it is not in the table")
     return result
 
 

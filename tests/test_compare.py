@@ -123,8 +123,9 @@ def test_validations_on_few_tokens():
                   lambda m: f"{m[1]} val_tokens:9{' val_loss:4.5000' * (m[2] == '5')}\n{m[0]}", header() + steps(
                       {0: 5.9, 3: 4.5, 5: 4.25}))
     run, stopped = (read_run(write("a.txt", each)) for each in (text, text.partition("step:5/5 val_loss")[0]))
-    assert run.curve == {0: 5.9, 3: 4.5, 5: 4.5} and run.loss == 4.25 and stopped.curve == {0: 5.9, 3: 4.5}
-    assert compare.seconds_to(run, 4.95) == pytest.approx(0.045) and compare.seconds_to(stopped, 5.2) == pytest.approx(0.045)
+    assert run.curve == {0: 5.9, 3: 4.5, 5: 4.5} and run.loss == 4.25 and run.facts["val_tokens.few"] == "9"
+    assert stopped.curve == {0: 5.9, 3: 4.5} and compare.seconds_to(stopped, 5.2) == pytest.approx(0.045)
+    assert compare.seconds_to(run, 4.95) == pytest.approx(0.045)
 
 
 @pytest.mark.parametrize("end, more, kept, problem", [

@@ -182,7 +182,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--train_tokens=many": "^--train_tokens=many: expected a number",
     "--profile=20": "^--profile=20: must be START:COUNT", "--profile=3:0": "^--profile=3:0: must be START:COUNT",
     "--preset=cpu --profile=1758:3": "^--profile=1758:3: .*steps 0 to 1759",
-    "--preset=cpu --profile=174:4": "^--profile=174:4: .*a validation .* in between.*--val_every=0.1",
+    "--preset=cpu --profile=174:4 --save_every=88": "^--profile=174:4: a checkpoint .* in between; .*--save_every=88",
     # several processes
     ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
     ("", 12): "^--stage1.batch_tokens=131072: .* 16 . --micro_batches=12, one for each of 12 processes; .*"}

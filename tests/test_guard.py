@@ -255,7 +255,7 @@ EFFECTS = {
     "run_label": ("mine", "mine_"), "log_dir": ("{folder}/else", "else/run_"), "save": (True, "state_step000004.pt"),
     "save_every": (3, "state_step000003.pt"), "keep": (9, "state_step000001.pt", "--save_every=1"),
     "plot": (True, r"run_\S+\.svg"), "profile": ("1:2", "steps 1 to 2"), "val_every": (3, "step:3/4 val_loss"),
-    "val_share": (0.1, "step:0/4 val_tokens:128\n"),
+    "val_share": (0.1, "val_loss: before the end over the first 128 tokens, then over all 256\n"),
     "sample_tokens": (3, "sample:"), "sample_prompt": ("xyz", "sample:\nxyz", "--sample_tokens=3"),
     "resume": ("none.pt", "none.pt is no checkpoint"), "init_from": ("none.pt", "none.pt is no checkpoint"),
     "kernels": ("XXT:none", "XXT:none"), "device": ("cuda", "the attention kernel of a GPU"),

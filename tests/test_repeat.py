@@ -151,7 +151,7 @@ for i in range(9):
      "a, run 2 of 2, seed 2: failed with status 3"),
     ("2 --label a --label b --parallel", dict(FAILS="a.1"), 3, "a.1 a.2 b.1 b.2", "a.2 b.1 b.2",
      "a, run 1 of 2, seed 1, GPU 0: failed with status 3"),
-    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", "run.sh: a: no run of the series starts; the lines above say why"),
+    ("2 --label a", dict(DATA_STATUS="7"), 7, "", "", "a: no run of the series starts; the lines above say why"),
     ("2 --label a", dict(TRAIN="Path('data').mkdir(exist_ok=True); Path('data/new.py').touch()"), 0, "a.1 a.2",
      "a.1 a.2", ""),  # no edit
     ("2 --label a", dict(TRAIN="Path('train_gpt.py').write_text('edited')"), 1, "a.1", "a.1",

@@ -328,7 +328,7 @@ def test_runs_side_by_side_find_the_data_there(machine):
     assert first == ["system/python3|train_gpt.py|--help|--preset=cpu|--log_dir=logs", STDLIB] * 2
     assert sorted([a, b]) == [f"['-'] {json.dumps(run)}" for run in runs]
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
-    assert machine.run("plan", "--preset", "record") == ["system/python3|train_gpt.py|--help|--preset|record"]  # no data
+    assert machine.run("plan", "--preset", "record") == ["system/python3|train_gpt.py|--help|--preset|record"]
     assert machine.out == "1\00012\0--preset\0record\0"
 
 
@@ -372,7 +372,7 @@ def test_the_tests_of_a_gpu(tmp_path, monkeypatch, capsys):
     files, gone = [str(tmp_path / f"test_{name}.py") for name in "abd"], "CRASHED, status -6"
     for words, status, ends in ([], 1, ["passed 2 passed", "FAILED 1 failed", gone]), (
             ["-k", "one"], 1, ["passed 1 passed, 1 deselected", "no test has this name", gone]), (
-            [files[0]], 0, ["passed 2 passed"]):
+            [files[0]], 0, ["passed 2 passed"]), ([files[0], "-k", "none"], 1, ["no test has this name"]):
         assert main(["--gpu", *words, "-p", "no:cacheprovider"], tmp_path) == status
         out = capsys.readouterr().out
         rows = [" ".join(line.replace("|", " ").split()) for line in out.splitlines()[-len(ends):]]

@@ -33,8 +33,6 @@ class Size(NamedTuple):
 BORDERS = {Size(384, 4): 20, Size(512, 6): 88, Size(640, 8): 277, Size(768, 11): math.inf}
 # A knob that is set by hand leaves the size as it is if it is one of these, --depth, or that of a layer.
 SIZE_KNOBS = {"model_dim", "num_heads", "backout_layer"}
-# Mean validation losses of record 74 on FineWeb before these steps.
-PUBLIC_LOSSES = "250: 4.508, 500: 4.239, 750: 3.804, 1000: 3.517, 1250: 3.372, 1490: 3.2788"
 CPU_SECONDS_PER_TOKEN = 130e-6  # roughly: of `cpu` on two cores
 SHORTEST_RUN = 20  # steps
 
@@ -58,8 +56,9 @@ def total_tokens(schedule) -> int:
 
 
 def validations(config, world) -> list[tuple[int | None, int]]:
-    """[(pieces that each rank reads, tokens of all ranks)] of the validations before the last, which read the `val_share`
-    of the run's tokens, and so take little time; then (None: all pieces, all tokens) of the last, if these are more."""
+    """[(pieces that each rank reads, tokens of all ranks)] of the validations before the last, which read about the
+    `val_share` of the run's tokens, at least one piece, to take little time; then (None: all pieces, all tokens) of the
+    last, if these are more."""
     data, each = config.data, world * config.data.val_batch_tokens
     pieces = math.ceil(data.val_share * total_tokens(config.schedule) / each)
     few = [(pieces, pieces * each)] if config.system.val_every and 0 < pieces * each < data.val_tokens else []
@@ -161,13 +160,3 @@ def loss_on_L(size, tokens) -> str:
     loss = (2.1629 + 0.0546 * narrower**1.2 + 0.1156 * shallower**0.6 + 0.9518 * shorter**0.265
             - 0.0153 * math.log(narrower**2 * shallower) * math.log(shorter))
     return f"; on corpus L, such runs end near {loss:.2f}" if 18e6 <= tokens <= 160e6 else ""
-
-
-def expected_losses(config, record74, facts) -> str:
-    """A line about the validation losses of a new run, as far as anybody knows them, or "". record74: that preset; facts:
-    `facts_of_run`."""
-    known = [f"soon below {facts['unigram_loss']:.4f}, that of a unigram of the training text"] if facts else []
-    if config == dataclasses.replace(record74, system=config.system):
-        known.append(f"as in four public runs with these settings (PR 233), {PUBLIC_LOSSES}")
-    new = not (config.system.resume or config.system.init_from)
-    return f"val_loss to expect: {'; '.join(known)}" if known and new else ""

@@ -22,7 +22,7 @@ import torch
 
 from data.run.config import flatten, read_arguments, render
 from data.run.machine import PATHS, of_rank_0
-from data.run.program import ROOT, UserError, own_modules, user_error, user_path
+from data.run.program import ROOT, UserError, own_modules, require_finite, user_error, user_path
 from data.shards import data_root
 
 
@@ -103,14 +103,14 @@ class Log:
             minutes, seconds = divmod(round(seconds_left), 60)
             self.line(f"{place} {loss} {times} eta:{minutes}m{seconds:02d}s", file=False, end="")
 
-    def validation(self, step, total, losses, tokens, seconds):
-        """The lines of a validation. tokens: of `validations`; losses: on the first of these numbers, at the end on all,
-        of which the last is that of the run."""
-        for number, loss in zip(tokens, losses[:-1]):
-            self.line(f"step:{step}/{total} val_tokens:{number} val_loss:{loss:.4f}")
-        if tokens[1:]:
-            self.line(f"step:{step}/{total} val_tokens:{tokens[len(losses) - 1]}")
+    def validation(self, step, total, losses, parts, seconds):
+        """The lines of a validation. parts: of `validations`; losses: over the first, at the end over all of these."""
+        if parts[1:] and step == 0:
+            self.line(f"val_loss: before the end over the first {parts[0][1]} tokens, then over all {parts[1][1]}")
+        if losses[1:]:
+            self.line(f"step:{step}/{total} val_tokens:{parts[0][1]} val_loss:{losses[0]:.4f}")
         self.step(step, total, f"val_loss:{losses[-1]:.4f}", seconds)
+        require_finite(losses[-1], f"validation loss before step {step}")
 
     def saved(self, path):
         self.line(f"checkpoint: {quoted(published(str(path)))}")
