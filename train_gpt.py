@@ -1533,13 +1533,13 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
     return head(out.h, batch.targets, torch.ones(1, device=out.h.device), 1.0, exact=True, point=out.point)
 
 
-def validate(summed_loss, data, attn, rt, few=None, tokens=0) -> float:
-    """Mean loss over all validation tokens, or over so many `tokens`, the first `few` pieces of each rank. A rank may
-    have no piece, or a repeated one, which does not count. summed_loss: function (batch, attn) -> sum, 0-D."""
-    losses = [summed_loss(batch, attn) for batch in islice(data, few)][:data.pieces]
-    total = sum(losses, torch.zeros((), device=rt.device))
-    all_reduce(total, rt)
-    return total.item() / (tokens or data.config.data.val_tokens)
+def validate(summed_loss, data, attn, rt, parts=((None, 0),)) -> list[float]:
+    """Mean losses over parts of the validation tokens: see `validations`; by default over all. A rank may have no piece,
+    or a repeated one, which does not count. summed_loss: function (batch, attn) -> sum of the losses, 0-D."""
+    losses = [summed_loss(batch, attn) for batch in islice(data, parts[-1][0])][:data.pieces]
+    totals = torch.stack([sum(losses[:few], torch.zeros((), device=rt.device)) for few, _ in parts])
+    all_reduce(totals, rt)
+    return [total / (tokens or data.config.data.val_tokens) for total, (_, tokens) in zip(totals.tolist(), parts)]
 
 
 def add_gradients(loss, leaves):
@@ -1704,8 +1704,8 @@ class Trainer:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
-                        args = self.summed_loss, self.validation, self.attn[-1 if last else plan.stage], self.rt
-                        losses = [validate(*args, *each) for each in parts[:1 + last]]
+                        attn = self.attn[-1 if last else plan.stage]
+                        losses = validate(self.summed_loss, self.validation, attn, self.rt, parts[:1 + last])
                         self.log.validation(step, self.total, losses, parts, seconds)
                     if saves:
                         save(self, step, seconds)

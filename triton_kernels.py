@@ -689,7 +689,7 @@ def _store_tile(X, x, head, first, N, BLOCK, D):
 
 @triton.jit
 def _keys_of_queries(Start, m0, N, window, BLOCK):
-    """Keys that the queries from m0 on see: (first for each row (BLOCK,), first and last for any row, first for all)."""
+    """Keys that the queries from m0 on see: (first of each row (BLOCK,), first and last of any row, first of all)."""
     t = m0 + tl.arange(0, BLOCK)
     last = tl.minimum(m0 + BLOCK, N) - 1
     return (tl.maximum(tl.load(Start + t, mask=t < N, other=0), t - window),

@@ -35,7 +35,7 @@ from data.run.sample import forward, hash_ids
 from data.shards import Shards, data_root
 from data.tokenizer import text_codec
 from train_gpt import NARROW_SCALE, RECORD74, SIGN_FACTORS, load_model, rotary_states, summed_loss
-from train_gpt import validate as mean_loss
+from train_gpt import validate as mean_losses
 
 
 def head(model):
@@ -63,7 +63,7 @@ def validate(model, config, attention):
     for warning in shards.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     data = ValidationData(config, rt, hash_ids(model), shards)
-    loss = mean_loss(functools.partial(summed_loss, model, head(model)), data, attention, rt)
+    loss, = mean_losses(functools.partial(summed_loss, model, head(model)), data, attention, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:
         print(f"val_bits_per_byte: {bits_per_byte(config, loss, data.tokens[1:]):.4f}", flush=True)

@@ -5,8 +5,8 @@
     model = Model("model.safetensors")
     log_p = model(tokens)    # tokens (T,) int64 -> (T, V) fp32: for each token, the log-probabilities of the next one
 
-The tokens are one document: model.separator, then the text. All is computed in fp32 on the CPU. It needs PyTorch, and
-tiktoken if the tokens are those of GPT-2. To learn the architecture, begin with `Model.__call__`.
+The tokens are one document: model.separator, then the text. The program computes in fp32 on the CPU. It needs PyTorch,
+and tiktoken if the tokens are those of GPT-2. To learn the architecture, begin with `Model.__call__`.
 
 Shape letters: T tokens, D width of the stream, H heads of d channels, V tokens of the vocabulary.
 """

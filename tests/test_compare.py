@@ -100,8 +100,8 @@ def test_our_log():
     """Neither the source nor the sample counts as lines of the run. The results come after the sample."""
     fake = f'"""\n{RULE}Running Python 2\n{RULE}step:1/2 train_time:1ms step_avg:1.00ms\n"""\n'
     run = read_run(write(
-        "a.txt", header(fake, seed=7).replace("resume: \n", "resume:\n"), "Resetting Model\nhash_ids: sha256 0f\nprefixes:"
-        " a1\nwarning: over\ntrain_loss: over sampled\nnats per token: 1\n", steps({0: 5.9, 3: 4.5, 5: 4.25}),
+        "a.txt", header(fake, seed=7).replace("resume: \n", "resume:\n"), "Resetting Model\nhash_ids: sha256 0f\n"
+        "prefixes: a1\nwarning: over\ntrain_loss: over sampled\nnats per token: 1\n", steps({0: 5.9, 3: 4.5, 5: 4.25}),
         f"sample:\ndef step:9/9\n{RULE}step:4/5 train_time:1ms step_avg:1.00ms\ntokens: 7\nx: y\n",
         "final_val_loss: 4.2500\ngpu_seconds: 0.150\ntokens: 1234\ncheckpoint: a/b\n"))
     assert run.finished and run.losses == {0: 5.9, 3: 4.5, 5: 4.25} and run.ms == {k: 30 * k for k in range(6)}

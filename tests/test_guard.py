@@ -116,11 +116,11 @@ def curve(args):
 
     graphs, losses = trainer.graphs, []
     trainer.graphs = lambda *args: losses.append(graphs(*args))
-    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[0], rt)
+    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[0], rt)[0]
     for plan in trainer.plans[:-1]:
         trainer.step(trainer.loader, plan, trainer.micro_steps)
         yield losses[-1].item() * trainer.micro_steps / plan.micro_batch_tokens
-    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], rt)
+    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], rt)[0]
 
 
 def leaves(losses, name, tolerance):
@@ -274,7 +274,7 @@ def losses_of(config):
     trainer = small_trainer(config)
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1])
-    return [*losses, T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)]
+    return [*losses, *T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)]
 
 
 def other_values(config):
