@@ -1534,7 +1534,7 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
 
 
 def validate(summed_loss, data, attn, rt, parts=((None, 0),)) -> list[float]:
-    """Mean losses over parts of the validation tokens: see `validations`; by default over all. A rank may have no piece,
+    """Mean losses over parts of the validation tokens (`validations`), by default over all. A rank may have no piece,
     or a repeated one, which does not count. summed_loss: function (batch, attn) -> sum of the losses, 0-D."""
     losses = [summed_loss(batch, attn) for batch in islice(data, parts[-1][0])][:data.pieces]
     totals = torch.stack([sum(losses[:few], torch.zeros((), device=rt.device)) for few, _ in parts])

@@ -181,7 +181,7 @@ def test_an_error_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatc
             if what == "log":
                 self.log.step = Mock(side_effect=UserError(message))
         if plan.step == 10 and what == "end":
-            monkeypatch.setattr(T, "validate", lambda *args: torch.nan)
+            monkeypatch.setattr(T, "validate", lambda *args: [torch.nan])
         loss = step(self, loader, plan, *args, **options)
         if plan.step == 5 and what == "weights":
             self.model.embed.data[0, 0] = torch.nan
