@@ -110,8 +110,9 @@ def read_run(path: Path) -> Run:
         if body.startswith("\nhardware: "):
             settings, _, body = body.partition(RULE)
         run.facts = {key: match[1] for key, pattern in MACHINE.items() if (match := re.search(pattern, machine))}
-        run.facts["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(GPU.findall(machine)).items()) or "none"
-        run.facts |= re.findall(r"^([\w.]+): ?(.*)$", settings, re.M)
+        facts = dict(re.findall(r"^([\w.]+): ?(.*)$", settings, re.M))
+        used = Counter(GPU.findall(machine)[:int(facts.get("ranks", 8)) * (facts.get("device", "cuda") == "cuda")])
+        run.facts |= {"gpus": ", ".join(f"{n} × {name}" for name, n in used.items()) or "none"} | facts
 
     # Generated text may look like lines of steps and like results. No step follows it, and the results do.
     run.tokens = int([0, *re.findall(r"^tokens: (\d+)$", body, re.M)][-1])

@@ -117,6 +117,15 @@ def test_our_log():
     assert replace(older, text=run.text, training=run.training) == run and not older.training
 
 
+@pytest.mark.parametrize("ranks, device, gpus", [
+    (1, "cuda", "1 × NVIDIA H200"), (2, "cuda", "2 × NVIDIA H200"), (1, "cpu", "none")])
+def test_gpus(ranks, device, gpus):
+    """nvidia-smi lists all GPUs of the machine; a run has one for each rank, or none."""
+    listed = "".join(f"|   {i}  NVIDIA H200        On  |   00000000:00:06.0 Off |\n" for i in range(2))
+    text = header(ranks=ranks, device=device).replace("nvidia-smi: not found\n", listed)
+    assert read_run(write("a.txt", text, steps({0: 5.9, 3: 4.5}))).facts["gpus"] == gpus
+
+
 def test_validations_on_few_tokens():
     """Curves end with the loss on the same tokens, the run with that on all."""
     text = re.sub(r"(step:(\d)/5) val_loss:\S+",
