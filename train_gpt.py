@@ -249,8 +249,7 @@ class Schedule:
     muon_momentum: tuple[Memory, Memory] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: Period = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
     muon_cooldown: Period = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
-    # The sampled softmax is that of PR 360 (devenpzak). A micro-batch with more targets than sampled classes takes all
-    # classes.
+    # Sampled softmax (PR 360, devenpzak); a micro-batch with more targets than sampled classes takes all classes.
     sampled_frac: Part = 0.0  # first part of the run, in which the loss samples the classes; never after the split
     candidates: Annotated[float, Bounds(0.001, 10**6)] = 64.0  # sampled classes / root of a forward pass's tokens
 
@@ -273,9 +272,8 @@ class Optim:
     muon_wd: Decay = 1.2  # weight decay, multiplied by muon_lr ** 2 and by matrix_lr of the bank
     slow_momentum: Memory = 0.0  # share of a slower gradient average in Muon's momentum, after SLOW_START (PR 339)
     polar_steps: Literal[4, 5] = 5  # steps of the iteration that orthogonalises Muon's updates
-    # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
-    # column `average` of param_table has the time constants. The run then ends with a mixture of its last weights and
-    # their averages.
+    # Exponential averages of the weights over the last part of a run (PR 347, deepmatmul; PR 364, dnhkng; PR 380), with
+    # the time constants of column `average` of param_table. The run ends with a mixture of last weights and averages.
     average_blend: Part = 0.0  # share of the averages in the final weights (0: none, 1: all)
 
 
@@ -298,6 +296,7 @@ class Preset(NamedTuple):
     gpus: int = 1  # number of GPUs for which its batches were chosen
     # (tokens, GPUs) -> config; its size then suits the length, too. None: the size stays, and `scaled` makes the rest.
     recipe: Callable | None = None
+    most_rows: float = 0.0  # the rows of its n-gram table double up to so many, where they fit (`fit_memory`)
 
 
 RECORD74 = Config()
@@ -315,8 +314,8 @@ def recipe(tokens=340e6, gpus=1) -> Config:
     # 1. Size: 768 channels in 11 layers, which should reach 3.28 on FineWeb with 340M tokens. A given length, this one
     #    too, gets the size of `best_size`: in little time a small model learns more (11-25_size, 11-29_recipe).
     # 2. Layers: all ideas of `wire`; mixtures pay with 384 x 4 at 60M tokens and 512 x 6 at 155M (11-29_recipe).
-    # 3. Tables: a million rows for bigrams and trigrams, or more where the GPU has the memory (`fit_memory`), since
-    #    they take no time (11-26_ngrams). A step has gradients of few rows: no first moment (11-23_optimizer).
+    # 3. Tables: a million rows for bigrams and trigrams, or up to 16 million where the GPU has the memory, since they
+    #    take no time (11-26_ngrams). A step has gradients of few rows: no first moment (11-23_optimizer).
     # 4. Adam updates the head in every step. Its rates fall a little as runs get longer. Narrow models take higher
     #    rates, but not in long runs (11-25_size, 11-25_length, 11-27_learning, 11-29_recipe).
     longer = max(1.0, tokens / 27e6)
@@ -342,15 +341,16 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in it (records/2026-11-28_proven).
-    "record": Preset(gpus=8, config=with_knobs(
-        BASE, layers=wire(11, mix=False), ngram_rows=(2e6, 2e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3,
-        muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0077, table_lr=0.0092)),
-    "single": Preset(recipe(), recipe=recipe),
+    # Mixtures do not pay in it (records/2026-11-28_proven), nor attention in layers 4, 7 and 9 (2026-11-29_record).
+    "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(  # as many rows as record 92
+        BASE, layers=tuple(Layer(attention=False, dynamic=layer.dynamic) if i in (4, 7, 9) else layer
+                           for i, layer in enumerate(wire(11, mix=False))),
+        ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
+        muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0077, table_lr=0.0092)),
+    "single": Preset(recipe(), recipe=recipe, most_rows=16e6),
     # `recipe` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other
     # rates than there, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
-    # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
-    # tried. Rows for 6 and 8 bytes beside those for 2, 3 and 4 gain most of all.
+    # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu), and with rows for 6 and 8 bytes.
     "cpu": Preset(with_knobs(
         RECORD74, vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
         head_pairs=True, pointer=True, layers=wire(4, narrow=False), backout_layer=2, scheduled_steps=1704,
@@ -1387,22 +1387,22 @@ def main(argv, began=started) -> int:
         rank, world, local = rank_from_env()
         values, fit, size = read_values(argv, PRESETS), None, ""
         config = make_config(values, world, PRESETS)
-        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(values, PRESETS)
+        seconds, (size_open, most_rows) = 60 * config.schedule.minutes, left_open(values, PRESETS)
         if size_open or seconds and config.system.device == "cuda":
             fit = functools.partial(fit_size, config, size_open, lambda gpu, **knobs: make_config(
                 values | knobs, world, PRESETS, gpu), world)
         if "--check" in argv:
             from records.check import check_table
-            return check_table(config, world, fit, rows_open, show=local == 0)
+            return check_table(config, world, fit, most_rows, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         if not fit:  # else most checks need what follows from the GPU
-            config = check_start(config, world, rows_open)
+            config = check_start(config, world, most_rows)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
             config, size = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt) if seconds else 1.0, rt.device)
-            config = check_start(config, world, rows_open)
+            config = check_start(config, world, most_rows)
             watch.lap("size")
         log, profiler = Log(config, rt), None
         if config.system.profile:

@@ -111,7 +111,7 @@ def training_command(name: str, made: Path, separator: int) -> str:
     def fitted(words):
         """(config, line about the training data, tokens of one pass or None if the run takes no more) of a run. Raises
         UserError when there is too little text."""
-        config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
+        config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, 0)
         found, _ = survey_training_data(config)
         _, passes, one_pass = tokens_and_passes(config, find_files(patterns[0]), training)
         return config, found, one_pass if passes > 1 else None

@@ -42,10 +42,10 @@ def with_shards(survey, part, config, world):
     return "; ".join([found, *doubts]), fine and not doubts
 
 
-def check_table(config, world, fit, rows_open, show) -> int:
+def check_table(config, world, fit, most_rows, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
     fit: None, or function (H100s that the GPU is worth, device) -> (config that suits it, a line about its size).
-    rows_open: see `fit_memory`."""
+    most_rows: see `fit_memory`."""
     columns, status, more, told = "{:<15} | {:<90} | {}", 0, {}, {}  # told: text -> the row that says it
     with suppress(UserError):  # the rows "device", "kernels" and "memory" report it
         device = find_device(config)
@@ -58,7 +58,7 @@ def check_table(config, world, fit, rows_open, show) -> int:
                 size = str(error), False
             more |= {"size": lambda *run: size} if size[0] else {}
         config = choose_kernels(config, device)[0]
-    fitted = cache(lambda: fit_memory(wanted, find_device(wanted), world, rows_open))
+    fitted = cache(lambda: fit_memory(wanted, find_device(wanted), world, most_rows))
     wanted, more["memory"] = config, lambda *run: start.check_memory(fitted(), world)
     with suppress(UserError):
         config = fitted()

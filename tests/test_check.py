@@ -81,7 +81,7 @@ def check(folder, capsys, monkeypatch):
 @pytest.fixture
 def gpus(check, folder, monkeypatch):
     """Two H200s, or what is set in it; .check and .start with --preset=record."""
-    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, own=500, gpu=H200, sees=[])
+    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, whole=0, own=500, gpu=H200, sees=[])
     count = lambda: len(has.sees[-1].split(",")) if has.sees else has.count
     for name, value in {"device_count": count, "init": lambda: has.sees.append(os.environ["CUDA_VISIBLE_DEVICES"]),
                         "is_initialized": lambda: bool(has.sees),
@@ -89,7 +89,8 @@ def gpus(check, folder, monkeypatch):
                         "current_device": lambda: has.device, "get_device_name": lambda device: "NVIDIA H200",
                         "get_device_capability": lambda device: has.capability,
                         "memory_reserved": lambda device: has.own * MiB,
-                        "mem_get_info": lambda device: ((has.free - has.own) * MiB, 150000 * MiB)}.items():
+                        "mem_get_info": lambda device: ((has.free - has.own) * MiB,
+                                                        (has.whole or has.free) * MiB)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(C, "measure_gpu", lambda fp8: has.gpu)
     monkeypatch.setattr(start, "text_codec", lambda size: None)
@@ -168,8 +169,8 @@ CASES = {"check": [
     ("", "device", "no", "2 processes but 1 GPUs on this machine: start one process per GPU",
      TWO_RANKS | {"torch.cuda.device_count": lambda: 1}),
     ("", "kernels", "yes", ".* attention:triton .* head:fp8 mlp_training:fp8 qkv_training:fp8"),
-    ("", "memory", "yes", r"140000 MiB of the GPU are free, about 23\d\d\d to 39\d\d\d needed \(estimate\) with"
-     " --micro_batches=8 --ngram_rows=2000000.0,2000000.0", TWO_RANKS),
+    ("", "memory", "yes", r"140000 MiB of the GPU are free, about 8\d\d\d\d to 9\d\d\d\d needed \(estimate\) with"
+     " --micro_batches=8 --ngram_rows=42400000.0,42400000.0", TWO_RANKS),
     ("", "caches", "yes", "{d}/new/caches", {CACHES: "{d}/new/caches"}),  # made when needed
     ("", "caches", "no", "{d}/val_1.bin/caches cannot be written: set TRITON_CACHE_DIR to a folder for compiled code",
      {CACHES: "{d}/val_1.bin/caches"}),
@@ -327,11 +328,11 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
             start.check_disk(config, 1)
     room.free = 2**45
     for ranks in 1, 8:  # rank 0 writes the parts of all
-        for rows, size in ([], "13.3"), (["--ngram_rows=0,9e5"], "7.3"):
+        for rows, size in ([], "15.3"), (["--ngram_rows=0,9e5"], "7.3"):
             config = T.parse_config(["--preset=record", "--save=true", *rows], ranks)
             text, fine = start.check_disk(config, 1)
-            assert not fine and text.endswith(f"checkpoints of up to {size} GB; each checkpoint is larger than 4 GB,"
-                                              " --keep and --save_every limit them")
+            assert not fine and text.endswith(f"checkpoints of up to {size} GB; each checkpoint is larger than 4 GB:"
+                                              " --ngram_rows, --keep and --save_every limit them")
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
     assert start.check_disk(config, 1) == ("rank 0 writes", True)
 
@@ -400,10 +401,10 @@ def test_streams_of_a_validation(monkeypatch, arguments, streams):
 
 
 @pytest.mark.parametrize("free, micro_batches, times", [
-    (140000, 4, 8), (30000, 4, 2), (27500, 4, 1), (26000, 8, 4), (18200, 16, 4), (12287, 32, 2), (11100, 32, 1),
-    (10200, 64, 1), (9700, 128, 1), (8000, 128, 1)])
+    (140000, 4, 16), (48000, 4, 8), (32000, 4, 2), (27500, 4, 1), (26000, 8, 4), (18200, 16, 2), (12287, 32, 1),
+    (11100, 32, 1), (10200, 64, 1), (9700, 128, 1), (8000, 128, 1)])
 def test_single_takes_what_fits(gpus, free, micro_batches, times):
-    """As few micro-batches as the preset's rows of n-grams allow, then more rows, up to 12 GB."""
+    """As few micro-batches as the preset's rows of n-grams allow, then more rows, up to 16 million."""
     gpus.free, args = free, ["--preset=single", "--val_tokens=65536"]
     chosen = f"--micro_batches={micro_batches} --ngram_rows={times * 5e5},{times * 5e5}"
     status, rows = gpus.check(*args)
@@ -416,16 +417,29 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
     assert (started.system.micro_batches, started.model.ngram_rows) == (micro_batches, (times * 5e5, times * 5e5))
 
 
+@pytest.mark.parametrize("whole, ranks, steps, rows", [
+    (140000, 1, 1270, 42.4e6), (140000, 2, 1270, 84.8e6), (80000, 1, 1270, 21.2e6), (80000, 8, 1270, 84.8e6),
+    (40000, 4, 1270, 5.3e6), (140000, 2, 200, 42.4e6), (140000, 1, 20, 10.6e6), (24000, 1, 1270, 5.3e6)])
+def test_rows_of_record(gpus, whole, ranks, steps, rows):
+    """They follow the memory of all GPUs, whatever is free of it, and the tokens of the run."""
+    for gpus.whole, gpus.free in (whole, whole - 1000), (whole, 9000):
+        config = fit_memory(T.parse_config([f"--scheduled_steps={steps}"], ranks), GPU, ranks, 85e6)
+        assert config.model.ngram_rows == (rows / 2, rows / 2) and config.system.micro_batches == 8
+
+
 def test_what_keeps_the_rows_of_n_grams(gpus):
-    """A number by hand, a preset without n-grams or with most rows, several ranks, a resumed run."""
+    """A number by hand, a preset without n-grams, a CPU, a resumed run; too little free memory is one line."""
     for args, end in ((["--preset=single", "--ngram_rows=5e5,5e5"], " --ngram_rows=500000.0,500000.0"),
-                      (["--preset=record74"], " --micro_batches=8"), ([], " --ngram_rows=2000000.0,2000000.0")):
+                      (["--preset=record74"], " --micro_batches=8"), ([], " --ngram_rows=21200000.0,21200000.0")):
         rows = gpus.check(*args)[1]
         assert rows["memory"][0].endswith(end) and ("tokenizer" in rows) == ("--preset=record74" not in args)
-    config = T.parse_config(["--preset=single"], 2)
-    assert fit_memory(config, GPU, 2, True).model == config.model
-    for args, is_open in (["--resume=x.pt"], False), (["--ngram_rows=0"], False), ([], True):
-        assert left_open(read_values(["--preset=single", *args], T.PRESETS), T.PRESETS)[1] == is_open
+    gpus.whole, gpus.free = 140000, 60000
+    status, rows = gpus.check()
+    assert status == 1 and re.match("60000 MiB .* free, but weights.* alone take 69.*: use fewer", rows["memory"][0])
+    config = T.parse_config(["--preset=single"])
+    assert fit_memory(config, torch.device("cpu"), 1, 16e6).model == config.model
+    for args, most in (["--resume=x.pt"], 0), (["--ngram_rows=0"], 0), ([], 16e6):
+        assert left_open(read_values(["--preset=single", *args], T.PRESETS), T.PRESETS)[1] == most
 
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
@@ -447,7 +461,7 @@ def test_micro_batches_that_divide():
     assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert possible(32, 64, 96, 96) == [1, 2] and possible(32, 64, 96, 96, world=2) == [2]
     assert possible(*[131072] * 4, world=16) == [16, 32, 64, 128]
-    assert fit_memory(T.parse_config(["--preset=single"], 4), GPU, 4, True).system.micro_batches == 4
+    assert fit_memory(T.parse_config(["--preset=single"], 4), GPU, 4, 0).system.micro_batches == 4
     with pytest.raises(UserError, match="^--micro_batches=0: no number up to 128 .*393216,393224 "):
         possible(131072, 262144, 393216, 393224)
 
@@ -480,7 +494,7 @@ def test_a_model_larger_than_the_memory_of_the_machine():
         require_state(config, torch.device("cpu"), 1)
     require_state(T.parse_config(["--preset=cpu"]), torch.device("cpu"), 1)
     error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory")
-    assert error_message(error).startswith("out of memory: raise --micro_batches")
+    assert error_message(error).startswith("out of memory: end other programs, raise")
 
 
 def test_memory_of_the_ranks_for_few_rows():

@@ -382,9 +382,9 @@ def make_config(values, world, presets, gpu=1.0):
     return config
 
 
-def left_open(values, presets) -> tuple[bool, bool]:
-    """(whether the size of the model is to suit the length of the run (data/run/length.py), whether the number of
-    n-gram embeddings is to suit the memory of the GPU), both for a preset with a recipe. A preset with a size or with
+def left_open(values, presets) -> tuple[bool, float]:
+    """(whether the size of the model is to suit the length of the run (data/run/length.py), in a preset with a recipe;
+    the most n-gram embeddings that the run may have, or 0: as many as its config says). A preset with a size or with
     layers of its own keeps them."""
     continues, has_length = {"resume", "init_from"} & values.keys(), values.get("minutes") or values.get("train_tokens")
     by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in values)
@@ -392,13 +392,13 @@ def left_open(values, presets) -> tuple[bool, bool]:
     model = preset.config.model
     keeps = by_hand or continues or not model.is_wired or Size(model.model_dim, model.depth) not in BORDERS
     size_is_open = preset.recipe and has_length and not keeps and values.get("device", "cuda") == "cuda"
-    return bool(size_is_open), bool(preset.recipe) and "ngram_rows" not in values and not continues
+    return bool(size_is_open), 0.0 if "ngram_rows" in values or continues else preset.most_rows
 
 
 def preset_config(name, values, world, presets, gpu=1.0):
     """A preset with other values, and with what follows from train_tokens or minutes. A model_dim alone keeps the width
     of the heads. Another depth makes the layers anew, and so does an odd number of heads where layers are paired."""
-    config, gpus, recipe = presets[name]
+    config, gpus, recipe, _ = presets[name]
     model, width = config.model, values.get("model_dim", 0)
     if "num_heads" not in values and width > 0 and width % model.head_dim == 0:
         values = values | {"num_heads": width // model.head_dim}

@@ -116,13 +116,18 @@ def scaled(config, tokens, gpus=1.0):
                                optim=dataclasses.replace(config.optim, table_beta2=round(beta2, 4)))
 
 
-def needed_tokens(config, world) -> float:
-    """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
-    less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s, and the size is the best one
-    or the config's own, whichever reads more."""
+def expected_tokens(config, world) -> float:
+    """The tokens on which a run trains. With --minutes an estimate: the GPUs count as H100s, and the size is the best
+    one or the config's own, whichever trains on more."""
     time, speed = 60 * config.schedule.minutes, h100s(1.0, world)
     sizes = best_size(time * speed), Size(config.model.model_dim, config.model.depth)
-    return 2.2 * (time / min(seconds(size, 1, speed) for size in sizes) if time else total_tokens(config.schedule))
+    return time / min(seconds(size, 1, speed) for size in sizes) if time else total_tokens(config.schedule)
+
+
+def needed_tokens(config, world) -> float:
+    """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
+    less than 900, because it cuts long documents."""
+    return 2.2 * expected_tokens(config, world)
 
 
 def with_minutes(config, seconds):

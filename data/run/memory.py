@@ -13,12 +13,13 @@ import torch
 import triton_kernels as kernels
 from data.loader import fit_validation, kept_tokens
 from data.run.config import render, with_knobs
+from data.run.length import expected_tokens
 from data.run.program import LESS_MEMORY, UserError
 
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
-MOST_TABLE = 2**34  # bytes of the n-gram table, unless you ask for more (records/2026-11-29_recipe)
+WHOLE = 0.9  # part of a GPU's memory up to which n-gram embeddings fill it; a desktop and other programs take some
 
 
 def most_few_rows(config) -> int:
@@ -72,6 +73,12 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
     return allocated / 2**20, (allocated + system.cuda_graphs * (training + sent)) / 2**20  # graphs keep their memory
 
 
+def needed_memory(config, world) -> tuple[float, float]:
+    """Estimate of the peak memory of each GPU in MiB: (allocated, all that the process takes)."""
+    allocated, reserved = estimate_memory(config, state_bytes(config, config.model.table, world), world)
+    return allocated, reserved + 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
+
+
 def free_memory(device) -> float:
     """Free MiB of a GPU, where what PyTorch has reserved in this process counts as free; else MiB of the machine."""
     if device.type != "cuda":  # Windows lacks the function
@@ -83,13 +90,11 @@ def memory_report(config, device, world) -> tuple[str, bool]:
     """(sentence about the needed and the free memory of the GPU, whether the free memory is enough)."""
     if device.type != "cuda":
         return f"not estimated for a {'CPU' if device.type == 'cpu' else 'Mac'}", True
-    allocated, reserved = estimate_memory(config, state_bytes(config, config.model.table, world), world)
-    free = free_memory(device)
-    reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
+    free, (allocated, needed) = free_memory(device), needed_memory(config, world)
     rows = f" --ngram_rows={render(config.model.ngram_rows)}" if any(config.model.ngram_rows) else ""
-    found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
+    found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {needed:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}{rows}")
-    return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
+    return (found, True) if needed <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
 def require_state(config, device, world):
@@ -119,13 +124,14 @@ def possible_micro_batches(config, world) -> list[int]:
     return [n for n in counts if n >= least] or counts[-1:]
 
 
-def fit_memory(config, device, world, rows_open):
-    """The config with the validation tokens that there are, and with the number of micro-batches that suits the GPU and
-    the data. With `rows_open`, also with the number of rows of the n-gram table.
+def fit_memory(config, device, world, most_rows):
+    """The config with the validation tokens that there are, and with the numbers of micro-batches and of rows of the
+    n-gram table that suit the GPUs and the data.
 
-    --micro_batches=0 becomes the fewest that fit, or the most of `possible_micro_batches` if none fits. Several ranks
-    take the fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows
-    double up to MOST_TABLE, if they fit one GPU without more micro-batches: more rows take memory, not time."""
+    --micro_batches=0 becomes the fewest that fit the free memory, or the most of `possible_micro_batches` if none fits.
+    Several ranks take the fewest: all must choose the same number, but the free memory of their GPUs may differ. The
+    rows double up to `most_rows` and the tokens of the run, if they fit the whole memory of the GPUs without more
+    micro-batches: more rows take memory, not time, and a run repeats whatever else is on the GPU."""
     def fits(config):
         return world > 1 or memory_report(config, device, 1)[1]
 
@@ -133,9 +139,10 @@ def fit_memory(config, device, world, rows_open):
     if not config.system.micro_batches:
         counts = [with_knobs(config, micro_batches=count) for count in possible_micro_batches(config, world)]
         config = next(filter(fits, counts), counts[-1])
-    while rows_open and world == 1 and device.type == "cuda" and any(config.model.ngram_rows):
+    most_rows = min(most_rows, expected_tokens(config, world))
+    while device.type == "cuda" and 0 < 2 * sum(config.model.ngram_rows) <= most_rows:
         larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
-        if 2 * larger.model.model_dim * sum(larger.model.ngram_rows) > MOST_TABLE or not fits(larger):
+        if needed_memory(larger, world)[1] * 2**20 > WHOLE * torch.cuda.mem_get_info(device)[1]:
             break
         config = larger
     return config

@@ -166,7 +166,8 @@ def check_disk(config, world):
     if free < size:
         raise UserError(f"cannot write a log in {found}; make room, or {advice}")
     large = each > 4e9
-    return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * large, not large
+    found += "; each checkpoint is larger than 4 GB: --ngram_rows, --keep and --save_every limit them" * large
+    return found, not large
 
 
 def check_memory(config, world):
@@ -200,16 +201,16 @@ def checks_of(config, **more) -> dict:
             "caches": check_caches, "disk": check_disk, "memory": check_memory} | more | last
 
 
-def settle(config, device, world, rows_open):
-    """The config with the fp8, the number of micro-batches and, if `rows_open`, the number of n-gram embeddings that
+def settle(config, device, world, most_rows):
+    """The config with the fp8, the number of micro-batches and, up to `most_rows`, the number of n-gram embeddings that
     suit the device."""
-    return fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
+    return fit_memory(choose_kernels(config, device)[0], device, world, most_rows)
 
 
-def check_start(config, world, rows_open):
+def check_start(config, world, most_rows):
     """The config, settled. Raises UserError for what would stop the run later; warns about what might."""
     wanted = config.data.val_tokens
-    config = settle(config, find_device(config), world, rows_open)
+    config = settle(config, find_device(config), world, most_rows)
     found = [check(config, world) for check in checks_of(config).values()]
     if config.system.resume:
         compare_shards(load_checkpoint(config.system.resume), config, run_shards(config))
@@ -227,7 +228,7 @@ def fit_size(config, is_open, parse, world, gpu, device):
 
     config: of any size, with the length; parse: function (gpu, **knobs of a size) -> config; gpu: see `h100s`."""
     def fits(size):
-        return memory_report(settle(parse(gpu, **size.knobs), device, world, False), device, world)[1]
+        return memory_report(settle(parse(gpu, **size.knobs), device, world, 0), device, world)[1]
 
     if not is_open:
         return parse(gpu), ""
