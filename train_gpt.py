@@ -111,13 +111,14 @@ RECORD74_LAYERS = (
     Layer(two_lanes=True, value_embed=True, long=True))
 
 
-def wire(depth, narrow=True, paired=True, mix=True) -> tuple[Layer, ...]:
+def wire(depth, narrow=True, paired=True, mix=True, sparse=False) -> tuple[Layer, ...]:
     """The layers of a model of `depth` layers, 3 or more. The rules were read off 11 layers, for which
-    records/2026-11-22_model and, for narrow layers, records/2026-11-23_attention have the gain of each idea."""
+    records/2026-11-22_model, 2026-11-23_attention (narrow) and 2026-11-29_record (sparse) have the gain of each."""
     last = depth - 1
     middle = min((depth + 1) // 2, depth - 2)  # has no attention; the stream of `source` bridges the gap
     source = middle // 2  # looks far, so the skip carries what it saw
     settled = min(middle + 1, depth - 2)  # later layers read the stream as it left this layer
+    quiet = {source + 1, settled, last - 1} if sparse else ()  # without attention: in a long run, an MLP is worth more
     layers = []
     for i in range(depth):
         if i == middle:
@@ -126,7 +127,7 @@ def wire(depth, narrow=True, paired=True, mix=True) -> tuple[Layer, ...]:
         is_long = i in (source, last)  # one look back halfway to the middle, one before the prediction
         count = i - (i > middle)  # of earlier layers with attention
         is_paired = paired and not is_long and (count == 0 or count % 3 == 2)  # pairs see 2 positions of each token
-        layers.append(Layer(
+        layers.append(Layer(attention=False, dynamic=i == source + 1) if i in quiet else Layer(
             paired=is_paired, narrow=narrow and not is_long,  # a long layer keeps the channels that do not turn
             long=is_long, xsa=not is_paired,
             # Tables of values pay next to the embedding and next to the head.
@@ -168,8 +169,9 @@ class Model:
     is_wired = property(lambda self: self.layers in (self.rewired(self.depth, paired) for paired in (False, True)))
 
     def rewired(self, depth, paired) -> tuple[Layer, ...]:
-        """So many layers by the rules of `wire`, narrow or mixed if some layer is."""
-        return wire(depth, bool(self.layers_with("narrow")), paired, bool(self.layers_with("mix")))
+        """So many layers by the rules of `wire`, narrow, mixed or sparse if some layer is."""
+        sparse = len(self.layers_with("attention")) < self.depth - 1
+        return wire(depth, bool(self.layers_with("narrow")), paired, bool(self.layers_with("mix")), sparse)
 
     @property
     def ngrams(self) -> list[tuple[int, int]]:
@@ -264,8 +266,7 @@ class Optim:
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
     # Tables are always updated in every second step. With 1, take .84 of the adam_lr for 2 (2026-11-27_learning).
     adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step or in every second one
-    # The n-gram embeddings (--ngram_rows) are always updated so.
-    lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped
+    lazy_tables: bool = False  # value_embeds, bigram_embed: as n-grams always, no first moment; skip untouched rows
     table_beta2: Memory = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: Rate = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: Memory = 0.95  # decay of the per-row second moment (NorMuon)
@@ -341,12 +342,11 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in it (records/2026-11-28_proven), nor attention in layers 4, 7 and 9 (2026-11-29_record).
-    "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(  # as many rows as record 92
-        BASE, layers=tuple(Layer(attention=False, dynamic=layer.dynamic) if i in (4, 7, 9) else layer
-                           for i, layer in enumerate(wire(11, mix=False))),
-        ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
-        muon_warmup=0.2308, muon_cooldown=0.0385, adam_lr=0.0077, table_lr=0.0092)),
+    # Mixtures do not pay in it (records/2026-11-28_proven). It has as many n-gram embeddings as record 92.
+    "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(
+        BASE, layers=wire(11, mix=False, sparse=True), ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270,
+        cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385,
+        adam_lr=0.0077, table_lr=0.0092)),
     "single": Preset(recipe(), recipe=recipe, most_rows=16e6),
     # `recipe` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other
     # rates than there, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it

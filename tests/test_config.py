@@ -153,7 +153,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layer5.input_from=5": "--layer5.input_from=5: must be an earlier layer, 0 to 4, or none",
     "--layer6.input_from=2": "--layer6.input_from=2: only for a layer with attention",
     "--layer6.xsa=1": "--layer6.xsa=True: only for a layer with attention",
-    "--layer9.xsa=1": "--layer9.xsa=True: only for a layer that is not paired",
+    "--layer5.xsa=1": "--layer5.xsa=True: only for a layer that is not paired",
     "--layer7.mix=1 --backout_layer=6": "--layer7.mix=True: only for one layer, with value_embed, behind the backout_l",
     "--layer8.mix=1 --backout_layer=8": "--layer8.mix=True: only for one layer, .* behind the backout_layer",
     "--layer8.mix=1 --backout_layer=none": "--layer8.mix=True: only for one layer, .* behind the backout_layer",
@@ -583,11 +583,15 @@ WIRED = (
 
 
 def test_wiring():
-    """At depth 11 that of records/2026-11-22_model, in `record` without the mixtures."""
+    """At depth 11 that of records/2026-11-22_model, in `record` without the mixtures and some attention."""
     single, record = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers for name in ("single", "record"))
     assert T.wire(11) == T.LAYERS == single == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)
-    assert record == (*single[:-1], dataclasses.replace(single[-1], mix=False))
-    assert not T.parse_config(["--preset=record", "--depth=8"]).model.layers_with("mix")
+    assert record[4] == T.Layer(attention=False, dynamic=True) and record[7] == record[9] == T.Layer(attention=False)
+    kept = [layer for i, layer in enumerate(single[:-1]) if i not in (4, 7, 9)]
+    assert [layer for i, layer in enumerate(record) if i not in (4, 7, 9)] == [
+        *kept, dataclasses.replace(single[-1], mix=False)]
+    shorter = T.parse_config(["--preset=record", "--depth=8"]).model
+    assert not shorter.layers_with("mix") and shorter.layers_with("attention") == [0, 1, 2, 7]
     for depth in range(3, 25):
         for heads in "6", "3":
             model = T.parse_config([f"--depth={depth}", f"--num_heads={heads}", "--preset=cpu"]).model
