@@ -106,13 +106,15 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
 
 
 @pytest.mark.parametrize("words, slow, world, size, length", [
-    ("--minutes=0.5", 1, 1, 1, "30 s; the GPUs are worth 1.00 H100s; on corpus L, such runs end near 3.23"),
-    ("--minutes=0.5", 2, 1, 0, "30 s; the GPUs are worth 0.50 H100s; on corpus L, such runs end near 3.38"),
+    ("--minutes=0.5", 1, 1, 1, "30 s; the GPUs are worth 1.00 H100s;"
+     " on corpus L, such runs are near 3.59 halfway and end near 3.23"),
+    ("--minutes=0.5", 2, 1, 0, "30 s; the GPUs are worth 0.50 H100s;"
+     " on corpus L, such runs are near 3.76 halfway and end near 3.38"),
     ("--minutes=0.5", 1, 4, 2, "30 s; the GPUs are worth 3.48 H100s"),
     ("--train_tokens=17e6", 1, 1, 0, "17M tokens"),
-    ("--train_tokens=27e6", 4, 1, 0, "27M tokens; on corpus L, such runs end near 3.54"),
-    ("--train_tokens=155e6", 1, 1, 1, "155M tokens; on corpus L, such runs end near 3.11"),
-    ("--train_tokens=130e6", 1, 8, 1, "130M tokens; on corpus L, such runs end near 3.14"),
+    ("--train_tokens=27e6", 4, 1, 0, "27M tokens; on corpus L, such runs are near 3.96 halfway and end near 3.54"),
+    ("--train_tokens=155e6", 1, 1, 1, "155M tokens; on corpus L, such runs are near 3.44 halfway and end near 3.11"),
+    ("--train_tokens=130e6", 1, 8, 1, "130M tokens; on corpus L, such runs are near 3.47 halfway and end near 3.14"),
     ("--train_tokens=130e6 --scheduled_steps=5000", 1, 1, 2, "331M tokens")])
 def test_minutes_count_the_gpus_and_tokens_do_not(words, slow, world, size, length):
     """The steps count, wherever they come from."""
@@ -182,7 +184,7 @@ def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
     rows = rows_of("--minutes=5")
     assert rows["size"][0].startswith("768 x 11 (channels x layers) for 300 s; ") and rows["size"][1] == "yes"
     rows = rows_of("--train_tokens=27e6")
-    assert rows["size"][0].startswith("384 x 4 (channels x layers) for 27M tokens; on corpus L, such runs end near")
+    assert rows["size"][0].startswith("384 x 4 (channels x layers) for 27M tokens; on corpus L, such runs are near ")
     assert rows["time"][0].startswith("about 0.1 minutes")
     for args, minutes in ([], 5.7), (["--train_tokens=1e8", "--model_dim=768"], 1.7):
         rows = rows_of(*args)

@@ -159,9 +159,11 @@ def best_size(time=0.0, tokens=0.0) -> Size:
 
 
 def loss_on_L(size, tokens) -> str:
-    """What `single` ends with on our corpus L, in words; "" where no run was near. The fit of
-    records/2026-11-29_recipe/borders.py.txt."""
+    """What `single` reaches on our corpus L, in words; "" where no run was near. The end is the fit of
+    records/2026-11-29_recipe/borders.py.txt, the middle, within .03, that of records/2026-11-29_people."""
     narrower, shallower, shorter = 768 / size.width, 11 / size.layers, 40e6 / tokens
     loss = (2.1629 + 0.0546 * narrower**1.2 + 0.1156 * shallower**0.6 + 0.9518 * shorter**0.265
             - 0.0153 * math.log(narrower**2 * shallower) * math.log(shorter))
-    return f"; on corpus L, such runs end near {loss:.2f}" if 18e6 <= tokens <= 160e6 else ""
+    middle = loss + 0.44 * (20e6 / tokens) ** 0.15
+    found = f"; on corpus L, such runs are near {middle:.2f} halfway and end near {loss:.2f}"
+    return found if 18e6 <= tokens <= 160e6 else ""
