@@ -345,16 +345,20 @@ ROWS_OF_49152 = " ".join(f"--stage{i}.batch_tokens=49152" for i in (1, 2, 3, 4))
 PEAKS = {("record74", 1, 8): (22432, 38744), ("record74", 2, 8): (20434, 37004), ("record74", 4, 8): (19435, 35784),
          ("record74", 1, 16): (14860, 23524), (BEFORE, 1, 1): (18275, 28110),
          (f"{BEFORE} {ROWS_OF_49152}", 1, 1): (22924, 37486), (f"{NOW} {ROWS_OF_49152}", 1, 1): (21443, 35716)}
+SINCE = {("record --ngram_rows=21.2e6,21.2e6", 1, 8): (82166, 94882),  # records/2026-11-29_record
+         ("single --train_tokens=20e6 --model_dim=512 --depth=6 --ngram_rows=8e6,8e6", 1, 1): (22285, 27148),
+         ("single --train_tokens=20e6 --model_dim=384 --depth=4 --ngram_rows=8e6,8e6", 1, 1): (16890, 20824)}
 
 
-@pytest.mark.parametrize("arguments, ranks, micro_batches", PEAKS)
+@pytest.mark.parametrize("arguments, ranks, micro_batches", PEAKS | SINCE)
 def test_memory_estimate(arguments, ranks, micro_batches):
-    """Within 2 %: seen 0.8 % and 1.9 %. When these runs were measured, the tables had averages."""
+    """Within 2 %: seen 1.1 % and 1.9 %. When the runs of PEAKS were measured, the tables had averages."""
     config = T.parse_config([*f"--preset={arguments}".split(), f"--micro_batches={micro_batches}"], ranks)
     estimates = estimate_memory(config, sizes(config), ranks)
     tables = [param for param in T.param_table(config.model) if param.label in ("value_embeds", "bigram_embed")]
-    averages = 4 * sum(math.prod(param.shape) for param in tables) / MiB if config.optim.average_blend else 0
-    for estimate, measured in zip(estimates, PEAKS[arguments, ranks, micro_batches]):
+    had = config.optim.average_blend and (arguments, ranks, micro_batches) in PEAKS
+    averages = 4 * sum(math.prod(param.shape) for param in tables) / MiB if had else 0
+    for estimate, measured in zip(estimates, (PEAKS | SINCE)[arguments, ranks, micro_batches]):
         assert abs((estimate + averages) / measured - 1) < 0.02
 
 

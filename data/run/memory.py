@@ -52,16 +52,16 @@ def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
 
 def estimate_memory(config, sizes, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels. The
-    error was at most 2.2 % on 1, 2 and 4 H200s and at widths from 256 to 1024 (records/2026-11-22_lengths). The number
-    of activations that autograd keeps per layer is fitted to layers with attention."""
+    error was at most 2.2 % on 1, 2 and 4 H200s and at widths from 256 to 1024 (records/2026-11-22_lengths). The numbers
+    of activations that autograd keeps per layer, with attention and without, are fits."""
     (weights, state, codes, few), system, V = sizes, config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
     # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     mlp = config.model.mlp_dim / config.model.model_dim
-    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp) - 0.9 * (layer.attention and system.fp8_qkv)
-               for layer in config.model.layers)
+    kept = sum((10.75 - 0.5 * layer.narrow - 0.9 * system.fp8_qkv if layer.attention else 4.35) + mlp
+               - 0.5 * system.fp8_mlp for layer in config.model.layers)
     training = kept * N * activation + head
     validation = VALIDATION_STREAMS * config.data.val_batch_tokens * activation
     fixed, sent = 430 * 2**20 + codes + few, 0  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
