@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-from data import require_packages
+from data import SIGN_ROWS, require_packages
 from data.run.config import (
     Bounds, Count, Data, Period, System, check_row, help_page, left_open, make_config, read_values, with_knobs)
 from data.run.launch import Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
@@ -422,7 +422,6 @@ GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 
 DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
 NARROW_SCALE = 0.13  # attention scale of narrow layers in the first stage
 POINTER_WIDTH = 128  # width of the queries and keys of the pointer head
-SIGN_ROWS = 8192  # rows of signs, a power of two, that tell apart the n-grams that share a row of the table
 
 
 class Param(NamedTuple):
@@ -716,21 +715,6 @@ class Table:
                 self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
 
 
-# For the tokens before the last one of an n-gram, the nearest first.
-SIGN_FACTORS = 1, 20011, 30011, 44021, 52609, 37013, 28001
-
-
-def sign_rows(ids, orders):
-    """For each order, the row of signs of the n-gram that ends at each of the ids (N,) int32; without a whole n-gram,
-    row 0. Returns (orders · N,)."""
-    rows, mixed = ids.new_zeros(len(orders), len(ids)), ids
-    for before, factor in enumerate(SIGN_FACTORS[:max(orders) - 1], 1):
-        mixed = mixed[1:] ^ factor * ids[:-before]
-        if before + 1 in orders:
-            torch.bitwise_and(mixed, SIGN_ROWS - 1, out=rows[orders.index(before + 1), before:])
-    return rows.flatten()
-
-
 class GPT(nn.Module):
     """The parameters of `param_table` and a flat forward pass. ranks: number of ranks that share the table of n-grams;
     each has the same number of its rows."""
@@ -785,13 +769,11 @@ class GPT(nn.Module):
         """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings."""
         pieces = pieces or {}
         token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
-        table, orders, signs = self.config.ngram_table, [order for order, _ in self.config.ngrams], ()
-        if self.config.bigram_signs:
-            ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
-            signs = self.signs, sign_rows(ids, orders)
+        table, orders = self.config.ngram_table, len(self.config.ngrams)
+        signs = (self.signs, row_ids["signs"]) if self.config.bigram_signs else ()
         ngram_ids = kernels.SortedIds(row_ids[table], pieces.get(table))
         return [*self.tables["embed"].lookup(1, token_ids),
-                *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
+                *self.tables[table].lookup(1, ngram_ids, orders, signs),
                 *(self.tables["value_embeds"].lookup(len(self.with_values), token_ids) if self.with_values else ())]
 
     def projections(self, vs, banks=None) -> list[tuple[list[int], str, Tensor]]:

@@ -9,6 +9,8 @@ if sys.version_info < (3, 10):  # before imports that an older Python cannot rea
 
 # One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
 NGRAM_FACTORS = 36313, 27191, 51637, 44987, 58379, 40507, 62539, 33941
+# Rows of signs, a power of two, tell apart the n-grams that share a row of the table. Their factors, in the same order.
+SIGN_ROWS, SIGN_FACTORS = 8192, (1, 1, 20011, 30011, 44021, 52609, 37013, 28001)
 
 
 def require_packages(*names):

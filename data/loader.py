@@ -17,26 +17,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import NGRAM_FACTORS
+from data import NGRAM_FACTORS, SIGN_FACTORS, SIGN_ROWS
 from data.run.program import UserError
 from data.shards import Shards, read_shard
 
 
-def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:
-    """Row of the n-gram table for each token and the order - 1 tokens before it, (N,) int32. The first order - 1 tokens
-    have the last row. K1."""
-    hashed, tokens = np.full(len(tokens), rows - 1, np.int32), tokens.astype(np.int64)
+def ngram_hash(tokens: np.ndarray, order: int, factors, modulus: int, rest: int) -> np.ndarray:
+    """A number below `modulus` for each token and the order - 1 tokens before it, (N,) int32; `rest` for the first
+    order - 1 tokens. K1."""
+    hashed, tokens = np.full(len(tokens), rest, np.int32), tokens.astype(np.int64)
     whole = max(0, len(tokens) - order + 1)  # n-grams
-    parts = (factor * tokens[order - 1 - i:][:whole] for i, factor in enumerate(NGRAM_FACTORS[:order]))
-    hashed[order - 1:] = functools.reduce(np.bitwise_xor, parts) % (rows - 1)
+    parts = (factor * tokens[order - 1 - i:][:whole] for i, factor in enumerate(factors[:order]))
+    hashed[order - 1:] = functools.reduce(np.bitwise_xor, parts) % modulus
     return hashed
 
 
 def ngram_rows(tokens: np.ndarray, ngrams) -> np.ndarray:
     """Rows of the n-grams of all orders, (orders * N,) int32: those of the first order, then those of the next, as the
-    parts of the table lie. ngrams: `Model.ngrams`."""
+    parts of the table lie. The last row of a part is for tokens without a whole n-gram. ngrams: `Model.ngrams`."""
     starts = accumulate((rows for _, rows in ngrams), initial=0)
-    return np.concatenate([start + ngram_hash(tokens, *ngram) for start, ngram in zip(starts, ngrams)])
+    return np.concatenate([start + ngram_hash(tokens, order, NGRAM_FACTORS, rows - 1, rows - 1)
+                           for start, (order, rows) in zip(starts, ngrams)])
+
+
+def sign_rows(tokens: np.ndarray, ngrams) -> np.ndarray:
+    """Rows of signs of the same n-grams, in the same order; row 0 for tokens without a whole n-gram."""
+    return np.concatenate([ngram_hash(tokens, order, SIGN_FACTORS, SIGN_ROWS, 0) for order, _ in ngrams])
 
 
 SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in these steps visits every class
@@ -159,7 +165,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
-    row_ids: dict[str, Tensor]  # n-gram table -> (orders * N,) int32, `ngram_rows`
+    row_ids: dict[str, Tensor]  # n-gram table, "signs" -> (orders * N,) int32, `ngram_rows` and `sign_rows`
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
     pieces: dict[str, Tensor] = {}  # "tokens" or table -> int32, sorted_pieces of its ids; for training
     exchange: Exchange | None = None  # where the rows of the n-gram table are; row_ids are then positions in its list
@@ -198,14 +204,16 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     sampled = count and sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)
     *candidates, targets = sampled or [targets]
     hashed = inputs if hash_ids is None else hash_ids[inputs]
-    rows, exchange = ngram_rows(hashed, config.model.ngrams), None
+    rows, exchange, table = ngram_rows(hashed, config.model.ngrams), None, config.model.ngram_table
     if router is not None:
         rows, exchange = router(rows, on_device, row is not None)
-    pieces, table = [] if row is None else map(sorted_pieces, (inputs, rows)), config.model.ngram_table
-    buffer, (cu, inputs, targets, rows, *rest) = to_device(
-        [cu, inputs.astype(np.int32), targets, rows, *pieces, *candidates], device)
-    return Batch(buffer, inputs, targets, cu, {table: rows}, rest[2] if candidates else None,
-                 dict(zip(("tokens", table), rest)), exchange)
+    row_ids = {table: rows} | ({"signs": sign_rows(hashed, config.model.ngrams)} if config.model.bigram_signs else {})
+    pieces = {} if row is None else {"tokens": sorted_pieces(inputs), table: sorted_pieces(rows)}
+    buffer, (cu, inputs, targets, *rest) = to_device(
+        [cu, inputs.astype(np.int32), targets, *row_ids.values(), *pieces.values(), *candidates], device)
+    rest = iter(rest)
+    row_ids, pieces = (dict(zip(arrays, rest)) for arrays in (row_ids, pieces))
+    return Batch(buffer, inputs, targets, cu, row_ids, next(rest, None), pieces, exchange)
 
 
 def make_router(config, rt) -> RowRouter | None:

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 
 import triton_kernels as kernels
-from data import NGRAM_FACTORS
+from data import NGRAM_FACTORS, SIGN_FACTORS
 from data.loader import ValidationData
 from data.run.config import flatten, read_options, render
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
 from data.shards import Shards, data_root
 from data.tokenizer import text_codec
-from train_gpt import NARROW_SCALE, RECORD74, SIGN_FACTORS, load_model, rotary_states, summed_loss
+from train_gpt import NARROW_SCALE, RECORD74, load_model, rotary_states, summed_loss
 from train_gpt import validate as mean_losses
 
 
@@ -177,7 +177,7 @@ def wiring(config, attention) -> dict:
             frequencies=frequencies.tolist(), dynamic=[(*key, size) for key, size in networks.get(i, {}).items()]))
     return dict(layers=layers, num_heads=model.num_heads, separator=model.bos_id, backout_layer=model.backout_layer,
                 pointer_window=attention.pointer_window, ngrams=model.ngrams, ngram_factors=NGRAM_FACTORS,
-                sign_factors=(1, *SIGN_FACTORS),
+                sign_factors=SIGN_FACTORS,
                 tokenizer={257: "bytes", 50257: "gpt2"}.get(model.vocab_size, "unknown"))
 
 

@@ -233,11 +233,10 @@ def calls(trainer, plan, batches):
             yield "cross_entropy", min(head.block, N - start), columns, head.fp8
         for _ in range(1 + sum(layer.value_embed for layer in layers)):  # tables indexed by token id
             yield "embedding_grad", N, D, token_ids
-        for rows in batch.row_ids.values():
-            touched = rows.unique().numel()
-            yield "embedding_grad", N * len(model.ngrams), D, touched
-            if ranks > 1 and optimizer.of_rows:  # of the rows that the ranks send to their owners
-                yield "embedding_grad", touched, D, touched // ranks
+        touched = batch.row_ids[model.ngram_table].unique().numel()
+        yield "embedding_grad", N * len(model.ngrams), D, touched
+        if ranks > 1 and optimizer.of_rows:  # of the rows that the ranks send to their owners
+            yield "embedding_grad", touched, D, touched // ranks
     for each in optimizer.sharded.values():
         if each.row.optim == "normuon":
             n, R, C = each.part.shape

@@ -399,7 +399,7 @@ def test_streams_of_a_validation(monkeypatch, arguments, streams):
     ids, rows, cu = (torch.zeros(n, dtype=torch.int32, device=meta) for n in (N, N * len(model.ngrams), 128))
     attn = T.attention_settings(config, meta, torch.bfloat16)[-1]
     with torch.no_grad(), LiveBytes([*gpt.parameters(), *gpt.buffers()]) as live:
-        gpt(ids, cu, {model.ngram_table: rows}, attn)
+        gpt(ids, cu, {model.ngram_table: rows, "signs": rows}, attn)
     counted = live.peak / (2 * N * model.model_dim)
     assert counted == pytest.approx(streams, abs=0.1) and counted < VALIDATION_STREAMS + 0.1
 

@@ -88,7 +88,8 @@ def make_setting(config, features=None):
     tokens = torch.randint(0, 120, (n + 1,))
     cu = torch.full((128,), n, dtype=torch.int32)
     cu[:len(LENGTHS) + 1] = torch.tensor([0, *np.cumsum(LENGTHS)])
-    rows = torch.from_numpy(L.ngram_hash(tokens[:-1].numpy(), *config.ngrams[0]))
+    rows = {name: torch.from_numpy(made(tokens[:-1].numpy(), config.ngrams))
+            for name, made in (("bigram_embed", L.ngram_rows), ("signs", L.sign_rows))}
     frequencies, _ = T.rotary_states(config.head_dim, [LONG])[0]
 
     def rotary(frequencies):  # `rotary_table` computes in fp32, where an angle of 256 is off by up to 1.5e-5
@@ -110,7 +111,7 @@ def make_setting(config, features=None):
 def pieces_of(tokens, rows, device):
     """What the kernel of the tables' gradients reads, as in a Batch."""
     return {name: torch.from_numpy(L.sorted_pieces(ids.numpy())).to(device)
-            for name, ids in (("tokens", tokens), ("bigram_embed", rows))}
+            for name, ids in (("tokens", tokens), ("bigram_embed", rows["bigram_embed"]))}
 
 
 def plain_head(model):
@@ -130,15 +131,16 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
     view = view._replace(rotary={key: (x.to(device, dtype), scale) for key, (x, scale) in view.rotary.items()})
-    h, point, _ = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view,
+    row_ids = {name: ids.to(device) for name, ids in rows.items()}
+    h, point, _ = model(tokens[:-1].int().to(device), cu.to(device), row_ids, view,
                         pieces_of(tokens[:-1], rows, device))
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()
 
     params = params_of(exact)
     borders = [0, *np.cumsum(LENGTHS)]
-    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows, mtp_weights=WEIGHTS,
-                                     loss_scale=KAPPA, **settings)
+    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows["bigram_embed"],
+                                     mtp_weights=WEIGHTS, loss_scale=KAPPA, **settings)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=loss_bound)
     banks = {row.label for row in T.param_table(model.config) if row.optim == "normuon"}

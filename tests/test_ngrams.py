@@ -46,8 +46,9 @@ def test_rows_of_all_orders():
     for n in 1, 2, 3:
         assert L.ngram_rows(tokens[:n], [(2, 9), (4, 5), (8, 3)]).tolist()[n:] == [13] * n + [16] * n
     for n, order in product(range(1, 9), range(2, 9)):
-        rows = L.ngram_hash(tokens[:n], order, 1000)
+        rows, signs = L.ngram_rows(tokens[:n], [(order, 1000)]), L.sign_rows(tokens[:n], [(order, 1000)])
         assert len(rows) == n and (rows[:order - 1] == 999).all() and (rows[order - 1:] < 999).all()
+        assert len(signs) == n and not signs[:order - 1].any() and signs[order - 1:].all()
 
 
 def test_embedding_of_a_token():
@@ -62,15 +63,20 @@ def test_embedding_of_a_token():
     assert len(model.signs.unique(dim=0)) > 7000
     torch.nn.init.normal_(model.ngram_embed)
     tokens = torch.randint(50257, (40,), dtype=torch.int32)
-    rows = torch.from_numpy(L.ngram_rows(tokens.numpy(), config.ngrams))
+    def row_ids(tokens):
+        return {name: torch.from_numpy(made(tokens.numpy().astype(np.uint16), config.ngrams))
+                for name, made in (("ngram_embed", L.ngram_rows), ("signs", L.sign_rows))}
+    rows = row_ids(tokens)
     signs, ids, factors = [], tokens.tolist(), (1, 1, 20011, 30011, 44021, 52609, 37013, 28001)
     for order in 2, 4, 8:
         mixed = (functools.reduce(int.__xor__, (a * b for a, b in zip(factors, ids[end::-1][:order])))
                  for end in range(order - 1, 40))
         signs.append([0] * (order - 1) + [each % 8192 for each in mixed])
-    wanted = sum(model.ngram_embed[part] * model.signs[some] for part, some in zip(rows.view(3, -1), signs))
-    torch.testing.assert_close(model.lookup(tokens, {"ngram_embed": rows})[1], wanted)
-    one = model.lookup(tokens[:1], {"ngram_embed": torch.from_numpy(L.ngram_rows(tokens[:1].numpy(), config.ngrams))})
+    assert rows["signs"].dtype == torch.int32 and rows["signs"].tolist() == sum(signs, [])
+    parts = zip(rows["ngram_embed"].view(3, -1), signs)
+    wanted = sum(model.ngram_embed[part] * model.signs[some] for part, some in parts)
+    torch.testing.assert_close(model.lookup(tokens, rows)[1], wanted)
+    one = model.lookup(tokens[:1], row_ids(tokens[:1]))
     assert torch.isfinite(one[1]).all() and one[1].shape == (1, 16)
 
 

@@ -47,23 +47,10 @@ def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
     assert differing(resumed.saved[4], whole.saved[4]) == []
     assert evaluate.main([str(whole.saved[4]), f"--export={tmp_path}/weights"]) == 0
     for batch in batches:
-        tokens, rows = (x.cpu().numpy() for x in (batch.tokens, batch.row_ids["bigram_embed"]))
-        hashed = loader.ngram_hash(np.where(tokens == 50256, 50256, tokens // 2 * 2), 2, 50304)
-        assert np.array_equal(rows, hashed)
+        tokens, rows, signs = (x.cpu().numpy() for x in (batch.tokens, *batch.row_ids.values()))
+        ids = np.where(tokens == 50256, 50256, tokens // 2 * 2)
+        assert np.array_equal(rows, loader.ngram_rows(ids, [(2, 50304)]))
+        assert np.array_equal(signs, [0, *(ids[1:] ^ ids[:-1]) % 8192])
     (line,) = (line for line in whole.text.splitlines() if line.startswith("hash_ids: sha256 "))
     assert line in resumed.text.splitlines()
     fails([*args, f"--log_dir={tmp_path}"], "no GPT-2 tokenizer")
-
-
-def test_signs_follow_the_normalised_ids():
-    """Two texts that differ in case alone have the same bigram embeddings, and others without the table."""
-    config = T.Model(vocab_size=8, model_dim=32, num_heads=2, bigram_tables=1.0, bigram_signs=True, bigram_normal=True)
-    ops, _ = T.kernels.choose_ops(T.torch.device("cpu"), "torch")
-    model = T.GPT(config, ops, T.torch.float32, "cpu")
-    T.nn.init.normal_(model.bigram_embed)
-    rows = {"bigram_embed": T.torch.zeros(4, dtype=T.torch.int32)}
-    def bigrams(*ids):
-        return model.lookup(T.torch.tensor(ids, dtype=T.torch.int32), rows)[1]
-    assert not T.torch.equal(bigrams(0, 1, 0, 2), bigrams(4, 1, 4, 2))
-    model.hash_ids[4] = 0
-    assert T.torch.equal(bigrams(0, 1, 0, 2), bigrams(4, 1, 4, 2))

@@ -259,7 +259,7 @@ def made(slow=(), few=(), orders=1, ranks=1, fp8=False, layers=LAYERS, mlp_dim=1
          banks=((8, 256, 256), (6, 1024, 256)), adam={"lm_head": (256 * 384, False)}, copies={}):
     """Stands for a trainer of four layers of 256 channels. adam: label -> (weights, whether it is a table)."""
     model = NS(model_dim=256, num_heads=2, mlp_dim=mlp_dim, padded_vocab=384, layers=layers, ngrams=(0,) * orders,
-               pointer=True)
+               ngram_table="bigram_embed", pointer=True)
     def part(optim, shape, state, sparse=False, tied_to=""):
         return NS(row=NS(optim=optim, sparse=sparse, tied_to=tied_to), part=torch.empty(shape, device="meta"),
                   state=state)
@@ -279,7 +279,7 @@ def calls(**changes):
     def batch(documents, token_ids, touched, candidates):
         cu = torch.tensor([0, *documents, 0]).cumsum(0)  # the last document is empty, as padding is
         return NS(cu_seqlens=cu, tokens=torch.arange(64) % token_ids, candidates=candidates,
-                  row_ids={"bigram_embed": torch.arange(64) % touched})
+                  row_ids={"bigram_embed": torch.arange(64) % touched, "signs": torch.arange(64)})
     batches = batch(DOCUMENTS[0], 30, 50, None), batch(DOCUMENTS[1], 33, 60, torch.zeros(256))
     plans = [NS(stage=0, micro_batch_tokens=64, adam=odd, tables=odd, tied=step > 1)
              for step, odd in ((1, True), (2, False), (3, True))]
