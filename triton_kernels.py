@@ -2509,7 +2509,7 @@ class _HeadLoss(_Function):
             mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
         ctx.save_for_backward(grad, *operands, candidates, *copies[3:] if copies else (None, None))
         code_scale = GRAD_SCALE * loss_scale if head.fp8 else 1.0
-        targets, next_losses = multi_token_targets(targets, weights.numel()), torch.empty(len(h), device=h.device)
+        next_losses = torch.empty(len(h), device=h.device)
         loss = head.blockwise(logits, targets, weights, loss_scale, code_scale, grad, copies, next_losses).sum()
         head.next_loss += next_losses.sum()
         return loss
@@ -2564,18 +2564,16 @@ class HeadLoss(WeightCodes):
     def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None, codes=None):
         if exact:
             return loss_scale * self.losses(h, targets, weights, point).sum()
-        masses = self.masses(targets if candidates is None else candidates[targets], weights, point)
+        targets = multi_token_targets(targets, weights.numel())
+        # Beyond the end, -1 takes the last candidate. The loss does not read what mass falls on it.
+        masses = self.pointer(*point, targets if candidates is None else candidates[targets]) if point else (None, None)
         return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, codes, *masses)
-
-    def masses(self, ids, weights, point):
-        """(mass (N, K), sink_mass (N,)) of the targets `ids` (N,), or None twice without a pointer head."""
-        return self.pointer(*point, multi_token_targets(ids, weights.numel())) if point else (None, None)
 
     @torch.no_grad()
     def losses(self, h, targets, weights, point=None, rows=None):
         """Loss of each token (N,) fp32 with the unquantised weight; rows (n,) int64: only the losses of these rows."""
         W, shifted = self.weight.to(self.dtype), multi_token_targets(targets, weights.numel())
-        copies = None if point is None else Copies(*self.masses(targets, weights, point), self.gate)
+        copies = None if point is None else Copies(*self.pointer(*point, shifted), self.gate)
         if rows is not None:
             h, shifted, copies = h[rows], shifted[rows], copies and copies.rows(rows)
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
