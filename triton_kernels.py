@@ -1959,8 +1959,8 @@ class Fp8Mlps(WeightCodes):
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):  # and sets the scales of the next step
         max_over_ranks(self.maxima)
-        scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
-        scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
+        scales, maxima = self.scales[:, 3::2, 0].mT, self.maxima.nan_to_num(0.0, posinf=0.0)
+        torch.where(maxima > 0, (maxima * self.per_maximum).maximum(self.floors), scales, out=scales)
         self.maxima.zero_()
         super().refresh()
 
