@@ -24,7 +24,7 @@ Contents, top to bottom:
     a run      main, train: from the arguments to the results
     training   Trainer; the file ends with its loop, step and micro-step
 
-Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
+Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
 whose rows are embeddings; a lane is a residual stream (in record74 the last layers have two); MTP is multi-token
 prediction; a micro-step is the forward and backward pass of one micro-batch; codes are FP8 numbers with a common scale.
@@ -761,9 +761,9 @@ class GPT(nn.Module):
                 tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
 
-    def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
-        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch."""
-        return self.layers(self.lookup(tokens, row_ids, pieces), tokens, cu_seqlens, attn)
+    def forward(self, tokens, documents, row_ids, attn: AttentionSettings, pieces=None) -> Output:
+        """tokens (N,) int32, documents, row_ids and pieces: see Batch."""
+        return self.layers(self.lookup(tokens, row_ids, pieces), tokens, documents, attn)
 
     def lookup(self, tokens, row_ids, pieces=None):
         """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings."""
@@ -824,19 +824,18 @@ class GPT(nn.Module):
         return [LayerWeights(**{name: by_layer[i] for name, by_layer in found.items() if i in by_layer})
                 for i in range(count)]
 
-    def attention(self, i, w: LayerWeights, stream: kernels.Mixed, ve, cu_seqlens, attn: AttentionSettings, xsa,
-                  documents):
+    def attention(self, i, w: LayerWeights, stream: kernels.Mixed, ve, documents, attn: AttentionSettings, xsa):
         """Output of the attention of layer i (N, D). ve (N, D) or None: value embeddings; xsa: the factors of the
-        heads, or None; documents: {paired: document_of_tokens}."""
+        heads, or None."""
         layer, codes = self.config.layers[i], stream.codes
         rotary, scale = attn.rotary[layer.narrow]
         codes = codes and w.qkv_codes._replace(x8=codes[0], x8_t=codes[1])
-        y = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
+        y = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, documents[layer.paired],
                                attn.long_window if layer.long else attn.short_window, scale, layer.paired, layer.long,
-                               layer.narrow, codes, stream.first if codes else None, xsa, documents[layer.paired])
+                               layer.narrow, codes, stream.first if codes else None, xsa)
         return F.linear(y.flatten(1), w.out)
 
-    def layers(self, embeddings, tokens, cu_seqlens, attn: AttentionSettings) -> Output:
+    def layers(self, embeddings, tokens, documents, attn: AttentionSettings) -> Output:
         """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
@@ -847,8 +846,6 @@ class GPT(nn.Module):
         by_attention = kernels.Reader(x8_scale, GATE_CHANNELS) if in_fp8 else kernels.Reader()
         by_mlp = kernels.Reader(x8_scale if mlps else None)
         by_head = kernels.Reader(kernels.X_SCALE if "lm_head" in codes else None, whole=True)
-        documents = {paired: kernels.document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * len(e))
-                     for paired in {False, *(layer.paired for layer in layers)}}
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         e, first = mix.first_channels(e, GATE_CHANNELS)
@@ -913,8 +910,7 @@ class GPT(nn.Module):
             resid_attn, resid_mlp = factors[i, "resid"]
             if layer.attention:
                 source = read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
-                a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"][0] if layer.xsa else None,
-                                   documents)
+                a = self.attention(i, w, source, ve, documents, attn, factors[i, "xsa"][0] if layer.xsa else None)
                 if lane1 is None:
                     lane0 = mix([(resid_attn, lane0.x), (None, a)], by_mlp, [added.pop(i)])
                 else:  # K5: x0 and n-grams into lane 0 only
@@ -1511,7 +1507,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the exact head, not FP8."""
-    out = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(pointer_window=len(batch.tokens)))
+    out = forward(batch.tokens, batch.documents, batch.row_ids, attn._replace(pointer_window=len(batch.tokens)))
     return head(out.h, batch.targets, torch.ones(1, device=out.h.device), 1.0, exact=True, point=out.point)
 
 
@@ -1761,7 +1757,7 @@ class Trainer:
         """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`. Returns the loss,
         0-D: the sum over the tokens / number of micro-steps."""
         with trace_range("forward"):
-            out = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
+            out = self.model(batch.tokens, batch.documents, batch.row_ids, attn, batch.pieces)
         with trace_range("loss"):
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)

@@ -597,7 +597,7 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   y_t   = gate_t · out_t          per head
 #
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
-#   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
+#   gate (N, H), not negative; start, end (N,) int32: borders of the document of every token
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 # A tile of queries (keys) meets one contiguous run of keys (queries). A block is masked only if some row does not see
 # all of it. Exponentials need no running maximum as long as |scale · q · k| < 80; beyond, infinities appear. q and k
@@ -626,16 +626,14 @@ ATTENTION_LAUNCH = {
 LOG2_E = constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
 
 
-def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
+def attention_ref(q, k, v, gate, start, window, scale):
     """y (N, H, dv) in plain PyTorch, O(N · window) memory: a block of queries sees its own and a few earlier blocks."""
     N, H = q.shape[:2]
     block = min(128, N)
     preceding = min(-(-window // block), -(-N // block) - 1)  # key blocks before its own that the window can reach
     pad = -N % block
     blocks = (N + pad) // block
-    position = torch.arange(N, device=q.device)
-    document = torch.searchsorted(cu_seqlens, position.to(cu_seqlens.dtype), right=True)
-    document = F.pad(document, (preceding * block, pad), value=-1)  # padding is a document of its own
+    document = F.pad(start, (preceding * block, pad), value=-1)  # padding is a document of its own
     position = torch.arange(-preceding * block, N + pad, device=q.device)
 
     def key_blocks(x):
@@ -808,8 +806,7 @@ def _head_tiles(x, block):
 
 
 def attend(q, k, v, gate, start, end, window, scale):
-    """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
-    start, end (N,) int32: of document_of_tokens; `end` is for attend_backward."""
+    """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two. attend_backward reads the latter, and `end`."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
     y, lse = v.new_empty(v.shape), q.new_empty(H, N + -N % 4, dtype=torch.float32)[:, :N]  # rows begin at 16 bytes
@@ -835,30 +832,24 @@ def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None,
     return dq, dk, dv
 
 
-def document_of_tokens(cu_seqlens, N):
-    """(start, end), each (N,) int32: borders of the document of every token, from the document borders (K,) int32."""
-    after = torch.searchsorted(cu_seqlens, torch.arange(N, dtype=torch.int32, device=cu_seqlens.device), right=True)
-    return cu_seqlens[after - 1], cu_seqlens[after]
-
-
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
-#   y = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
-#                       first, share, documents)
+#   y = attention_block(x, weight, rotary, ve, w_ve, w_out, documents, window, scale, paired, offset, narrow, codes,
+#                       first, share)
 #
 #   x           (N, D)             normalised input, one row per token
 #   weight      (2 H w + H d, D)   projections to q, k and v, in this order; q and k have heads of width w, v of d
 #   rotary      (rows, d/4, 2)     cosine and sine side by side; rows >= N, in paired layers >= 2N
 #   ve          (N, H d) or None   value embeddings
 #   w_ve, w_out (H, C)             weights of the value gate, None without ve, and of the output gate; C even
-#   cu_seqlens, window, scale      as in section 2; in paired layers window counts positions of the 2N
+#   documents   (2, N) int32       start and end in section 2; in paired layers (2, 2N), borders of the 2N positions
+#   window, scale                  as in section 2; in paired layers window counts positions of the 2N
 #   paired      bool               heads of a token become consecutive positions (K4)
 #   offset      bool               the second half of a key comes from the token before (K1)
 #   narrow      bool               w = d/2 instead of d, and all channels of q and k turn; without offset
 #   codes       None               or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
 #   first       None               or, with codes, first channels of x, (N, C), which the gates read; x is not read
 #   share       None               or (H,), (N, H): how much of its value a token loses from its result (below)
-#   documents   None               or document_of_tokens of the (2) N positions
 #   y           (N, H, d)          gated result of attention
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
@@ -1354,21 +1345,21 @@ class _AttentionBlock(_Function):
         return None, dshare, dx, dweight.to(x.dtype), None, dve, dw_ve, dw_out, *[None] * (7 + 8 * bool(codes))
 
 
-def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                        codes=None, first=None, share=None, documents=None):
-    """y (N, H, d); see the banner above. documents: not used."""
+def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, documents, window, scale, paired, offset, narrow=False,
+                        codes=None, first=None, share=None):
+    """y (N, H, d); see the banner above."""
     out_gate, ve_gate = head_gates_ref(x if first is None else first, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, codes)
     N, H = out_gate.shape
     if not paired:
-        y = attention_ref(q, k, v, out_gate, cu_seqlens, window, scale)
+        y = attention_ref(q, k, v, out_gate, documents[0], window, scale)
     else:
         paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
-        y = attention_ref(*paired_heads, 2 * cu_seqlens, window, scale).reshape(v.shape)
+        y = attention_ref(*paired_heads, documents[0], window, scale).reshape(v.shape)
     return y if share is None else exclude_values_ref(y, v, share)
 
 
-def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
+def _check_block(x, weight, rotary, ve, w_ve, w_out, documents, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows, positions, most = 2 * width + d, N * (1 + paired), min(D, H * d)
     got = [None if u is None else tuple(u.shape) for u in (weight, rotary, w_out, ve, w_ve)]
@@ -1380,6 +1371,7 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=Fals
         (narrow and (offset or d < 32),
          f"a narrow layer has no offset, and d is at least 32; got d = {d}, offset={offset}"),
         (rotary.size(0) < positions, f"rotary must have {positions} rows, got {got[1]}"),
+        (documents.size(1) != positions, f"documents must be (2, {positions}), got {tuple(documents.shape)}"),
         (d & (d - 1) or d < 16, f"head width must be a power of two and at least 16, got {d}"),
         (w_out.size(0) != H or w_out.size(1) > most or w_out.size(1) % 2,
          f"w_out must be ({H}, C), C even and at most {most}, got {got[2]}"),
@@ -1392,18 +1384,16 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=Fals
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
            weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
-           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided",
+           documents="2 T: int32", first="?N C", share="?... H: bf16 fp32 strided",
            **{"codes.x8": "?N D: e4m3", "codes.x8_t": "?D N: e4m3", "codes.w8": "?R D: e4m3",
               "codes.w8_t": "?D R: e4m3"})
-def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                    codes=None, first=None, share=None, documents=None):
+def attention_block(x, weight, rotary, ve, w_ve, w_out, documents, window, scale, paired, offset, narrow=False,
+                    codes=None, first=None, share=None):
     """y (N, H, d); differentiable in x, weight, share, ve, w_ve and w_out. See the banner above."""
-    N = len(x)
-    start, end = documents or document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (weight, w_ve, w_out))
     x = x.contiguous() if first is None else x
-    return _AttentionBlock.apply(first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired,
+    return _AttentionBlock.apply(first, share, x, weight, rotary, ve, w_ve, w_out, *documents, window, scale, paired,
                                  offset, narrow, *(codes or ()))
 
 
@@ -1980,7 +1970,7 @@ class Fp8Mlps(WeightCodes):
 #   mass[t, j]   = Σ_s attn_ts [tokens[s + j] = targets[t, j]],  s + j <= t
 #   sink_mass[t] = attn_t of the sink
 #
-#   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
+#   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: as in section 2; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 # It replaces a (N, N) mask per column by attention whose value is a comparison: there is no (N, d) output, only J sums
 # per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.

@@ -91,6 +91,11 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
     return np.concatenate([[0], borders, np.full(size - 1 - len(borders), tokens)]).astype(np.int32)
 
 
+def document_of_tokens(cu: np.ndarray) -> np.ndarray:
+    """Start and end of the document of every token, (2, N) int32, from cu_seqlens."""
+    return np.repeat([cu[:-1], cu[1:]], np.diff(cu), axis=1)
+
+
 PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
@@ -165,6 +170,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
+    documents: dict[bool, Tensor]  # whether paired -> (2, N) or (2, 2 N) int32, `document_of_tokens` of its positions
     row_ids: dict[str, Tensor]  # n-gram table, "signs" -> (orders * N,) int32, `ngram_rows` and `sign_rows`
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
     pieces: dict[str, Tensor] = {}  # "tokens" or table -> int32, sorted_pieces of its ids; for training
@@ -207,13 +213,16 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     rows, exchange, table = ngram_rows(hashed, config.model.ngrams), None, config.model.ngram_table
     if router is not None:
         rows, exchange = router(rows, on_device, row is not None)
+    documents = {paired: document_of_tokens((1 + paired) * cu)
+                 for paired in {False, *(layer.paired for layer in config.model.layers)}}
     row_ids = {table: rows} | ({"signs": sign_rows(hashed, config.model.ngrams)} if config.model.bigram_signs else {})
     pieces = {} if row is None else {"tokens": sorted_pieces(inputs), table: sorted_pieces(rows)}
     buffer, (cu, inputs, targets, *rest) = to_device(
-        [cu, inputs.astype(np.int32), targets, *row_ids.values(), *pieces.values(), *candidates], device)
+        [cu, inputs.astype(np.int32), targets, *documents.values(), *row_ids.values(), *pieces.values(), *candidates],
+        device)
     rest = iter(rest)
-    row_ids, pieces = (dict(zip(arrays, rest)) for arrays in (row_ids, pieces))
-    return Batch(buffer, inputs, targets, cu, row_ids, next(rest, None), pieces, exchange)
+    documents, row_ids, pieces = (dict(zip(arrays, rest)) for arrays in (documents, row_ids, pieces))
+    return Batch(buffer, inputs, targets, cu, documents, row_ids, next(rest, None), pieces, exchange)
 
 
 def make_router(config, rt) -> RowRouter | None:

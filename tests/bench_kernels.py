@@ -266,7 +266,7 @@ def attention_cases():
                 N, heads, longest = 2 * N, H // 2, 2 * longest
             window = stage.long_window if long else stage.short_window
             cu = documents(N, longest)
-            start, end = tk.document_of_tokens(cu, N)
+            start, end = torch.from_numpy(L.document_of_tokens(cu.cpu().numpy())).to(DEVICE)
             q, k, v, dy = (F.rms_norm(rand(N, heads, width), (width,)) for width in (d, d, HEAD, HEAD))
             args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, window, 0.1
             y, lse = tk.attend(*args)

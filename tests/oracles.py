@@ -108,6 +108,12 @@ def attention_mask(cu, n, window):
     return mask
 
 
+def documents(cu):
+    """Start and end of the document of every token, (2, N) int32, by a search in the borders cu (K,) int32."""
+    after = torch.searchsorted(cu, torch.arange(int(cu[-1]), dtype=torch.int32, device=cu.device), right=True)
+    return torch.stack((cu[after - 1], cu[after]))
+
+
 def attend(q, k, v, cu, window, scale):
     """Dense softmax attention, one head at a time; q, k, v (n, heads, d)."""
     mask = attention_mask(cu, q.shape[0], window).to(q.device)

@@ -396,10 +396,11 @@ def test_streams_of_a_validation(monkeypatch, arguments, streams):
         kernels.pointer_inputs), signed_rows=(
             lambda table, ids, orders, *signs: table.new_empty(len(ids) // orders, table.size(1))))
     gpt = T.GPT(model, ops, torch.bfloat16, meta)
-    ids, rows, cu = (torch.zeros(n, dtype=torch.int32, device=meta) for n in (N, N * len(model.ngrams), 128))
+    ids, rows, *documents = (torch.zeros(shape, dtype=torch.int32, device=meta) for shape in (
+        N, N * len(model.ngrams), (2, N), (2, 2 * N)))
     attn = T.attention_settings(config, meta, torch.bfloat16)[-1]
     with torch.no_grad(), LiveBytes([*gpt.parameters(), *gpt.buffers()]) as live:
-        gpt(ids, cu, {model.ngram_table: rows, "signs": rows}, attn)
+        gpt(ids, documents, {model.ngram_table: rows, "signs": rows}, attn)
     counted = live.peak / (2 * N * model.model_dim)
     assert counted == pytest.approx(streams, abs=0.1) and counted < VALIDATION_STREAMS + 0.1
 

@@ -106,6 +106,7 @@ WORDS = [  # operation, what is changed in its good call, the message
     *(("attention", dict(w_ve=zeros(H, C), w_out=zeros(H, C)),
        rf"w_out must be \(2, C\), C even and at most 64, got \({H}, {C}\)") for H, C in ((3, 12), (2, 66), (2, 11))),
     ("attention", dict(rotary=zeros(511, 8, 2)), r"rotary must have 512 rows, got \(511, 8, 2\)"),
+    ("attention", dict(documents=zeros(2, 256).int()), r"documents must be \(2, 512\), got \(2, 256\)"),
     ("attention", dict(w_ve=None), r"ve must be \(256, 64\) and w_ve \(2, 12\), or both None, got .* and None"),
     ("attention", dict(ve=zeros(256, 63)), r"got \(256, 63\) and \(2, 12\)"),
     ("attention", dict(x=zeros(256, 66), weight=zeros(192, 66)), "rows of x must be multiples of 16 bytes, got 66 "),
@@ -117,7 +118,7 @@ WORDS = [  # operation, what is changed in its good call, the message
           (dict(w8=zeros(64, 192).to(tk.E4M3).mT), r"w8 must be contiguous .* strides \(1, 192\)"),
           (dict(w8_t=zeros(64, 96).to(tk.E4M3)), r"w8_t must be .* got .* \(64, 96\)"))),
     ("attention", lambda good: (short := dict(x=good["x"][:40], ve=good["ve"][:40])) | dict(
-        codes=codes_of(good | short)),
+        documents=good["documents"][:, :80].contiguous(), codes=codes_of(good | short)),
      ".*multiples of 16 for codes, got 40 and "),
     ("Fp8Mlps", dict(x=zeros(8, 32, dtype=BF16)), r".*multiples of 16, got 8 and \(48, 32\)"),
     ("Fp8Mlps", dict(x=zeros(16, 48, dtype=BF16)), r"x must be .* shape \(16, 32\) .* got .* shape \(16, 48\)"),

@@ -90,7 +90,8 @@ def random_corpus(folder, seed, steps=24, **options):
 def tensors(batch):
     """All tensors of a batch but those of its exchange."""
     candidates = [] if batch.candidates is None else [batch.candidates]
-    return [batch.tokens, batch.targets, batch.cu_seqlens, *batch.row_ids.values(), *candidates, *batch.pieces.values()]
+    return [batch.tokens, batch.targets, batch.cu_seqlens, *batch.documents.values(), *batch.row_ids.values(),
+            *candidates, *batch.pieces.values()]
 
 
 def layout(batch):
@@ -112,7 +113,8 @@ def assert_batch(batch, row):
     if isinstance(cu, list):
         cu = oracles.cu_seqlens(cu, len(inputs), oracles.cu_capacity(len(inputs)))
     rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
-    wanted = dict(tokens=inputs, targets=targets, cu_seqlens=cu, row_ids=rows)
+    wanted = dict(tokens=inputs, targets=targets, cu_seqlens=cu, **{
+        f"documents of {n}": oracles.documents(torch.from_numpy(n * cu)).numpy() for n in (1, 2)}, row_ids=rows)
     if sample and sample[0]:
         wanted["candidates"], wanted["targets"] = sample[0]
     layout(batch)

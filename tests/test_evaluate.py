@@ -235,7 +235,7 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     batch = make_batch(tokens, np.array([0, N, N], np.int32), config, cpu, sampling.hash_ids(model))
     attention = T.attention_settings(config, cpu, model.dtype)[-1]
     with torch.no_grad():
-        output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention)
+        output = model(batch.tokens, batch.documents, batch.row_ids, attention)
         want = torch.stack([sampling.log_probabilities(model, output, row) for row in rows])
 
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import train_gpt as T
 import triton_kernels as tk
-from oracles import ON_GPU, gpu, with_gradients
+from oracles import ON_GPU, documents, gpu, with_gradients
 from test_attention_block import KINDS, SCALE, WINDOW, gate_weights, plain, rotary, switches
 from test_checkpoint import differing, train
 from test_fp8 import BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, bits, pytestmark, rounded  # noqa: F401
@@ -45,8 +45,8 @@ def block_inputs(kind, N, device, dtype):
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
     ve = torch.randn(N, D, device=device).to(dtype) if value else None
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
-    args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype), cu, WINDOW,
-            SCALE, *kind)
+    args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype),
+            documents((1 + kind[0]) * cu), WINDOW, SCALE, *kind)
     return args, projections, codes_of(projections, x)
 
 

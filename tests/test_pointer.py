@@ -45,7 +45,7 @@ def operands(lengths, d, count, device, dtype, words=5):
     targets[torch.rand(targets.shape) < 0.1] = -1
     room = torch.zeros(N + 4, count + 3, dtype=torch.int64, device=device)
     room[2:-2, 1:-2] = targets.to(device)
-    return q, k, sink, tokens, *tk.document_of_tokens(cu, N), room[2:-2, 1:-2]
+    return q, k, sink, tokens, *oracles.documents(cu), room[2:-2, 1:-2]
 
 
 def run(function, x, window, upstream):
@@ -139,7 +139,7 @@ def test_large_scores(function, device):
 def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
     """With an identity in place of weights, between rows of NaN, in blocks of 16 tokens."""
     N, cu = sum(lengths), torch.tensor(borders(lengths) + [sum(lengths)] * 2, dtype=torch.int32, device=device)
-    start, _ = tk.document_of_tokens(cu, N)
+    start, _ = oracles.documents(cu)
     projected = framed(torch.randn(N, 3 * d).to(device, dtype), (1, 1), (0, 0))[1]
     gain, weights = torch.tensor([1.7], device=device), torch.randn(d, device=device)
     upstream = [torch.randn(shape, device=device) for shape in ((N, d), (N, d), (N,))]
@@ -224,7 +224,7 @@ def test_validation_points_into_whole_documents():
     batch = L.make_batch(tokens, L.cu_seqlens([64, 112], 112, 128), config, torch.device("cpu"))
     view = final_attention(config, model)._replace(pointer_window=8)
     loss = T.summed_loss(model, E.head(model), batch, view).item() / 112
-    h, *_ = model(batch.tokens, batch.cu_seqlens, batch.row_ids, view)
+    h, *_ = model(batch.tokens, batch.documents, batch.row_ids, view)
     params = {name: tensor.double() for name, tensor in model.state_dict().items()}
     whole, short = (oracles.losses_of_head(params, h.double(), batch.tokens, batch.targets, [0, 64, 112], [1.0],
                                            (257, window))[0].mean().item() for window in (112, 8))

@@ -216,7 +216,7 @@ def test_training_loss_is_the_mean_of_the_micro_batches(corpus):
         trainer.model.load_state_dict(weights, strict=False)
         with torch.no_grad():
             for batch in batches:
-                h = trainer.model(batch.tokens, batch.cu_seqlens, batch.row_ids, trainer.attn[plan.stage]).h
+                h = trainer.model(batch.tokens, batch.documents, batch.row_ids, trainer.attn[plan.stage]).h
                 W = trainer.model.lm_head.double()
                 W = W if batch.candidates is None else W[:, batch.candidates]
                 z = 23 * torch.sigmoid((h.double() @ W + 5) / 7.5)

@@ -34,7 +34,7 @@ def forward(model, config, documents, attention):
     tokens[:borders[-1]] = np.concatenate(documents)
     cu = cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = make_batch(tokens, cu, config, model.embed.device, hash_ids=hash_ids(model))
-    output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(pointer_window=int(N)))
+    output = model(batch.tokens, batch.documents, batch.row_ids, attention._replace(pointer_window=int(N)))
     return output, batch.targets
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 import triton_kernels as kernels
-from data.loader import sorted_pieces
+from data.loader import document_of_tokens, sorted_pieces
 from data.run.config import with_knobs
 from data.run.program import UserError, is_out_of_memory, one_line
 
@@ -47,7 +47,7 @@ def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, 
 
     if borders is None:
         borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
-    start, end = kernels.document_of_tokens(borders, N)
+    of_tokens, of_pairs = (torch.from_numpy(document_of_tokens(n * borders.cpu().numpy())).to(device) for n in (1, 2))
     mtp_weights = torch.tensor([1.0, 0.5], device=device)
 
     def embedding_grad():
@@ -69,8 +69,8 @@ def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, 
             rotary = torch.stack((angles.cos(), angles.sin()), 2).to(dtype)
             weight = leaf((2 * d // (1 + narrow) + d) * H, D, std=D**-0.5)
             ve, w_ve = (leaf(N, D), leaf(H, 12)) if has_values else (None, None)
-            calls.append((leaf(N, D), weight, rotary, ve, w_ve, leaf(H, 12), borders, 128, d**-0.5, paired, long,
-                          narrow))
+            calls.append((leaf(N, D), weight, rotary, ve, w_ve, leaf(H, 12),
+                          of_pairs if paired else of_tokens, 128, d**-0.5, paired, long, narrow))
         return calls
 
     def cross_entropy():
@@ -90,9 +90,9 @@ def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, 
         "mix": lambda: (*(leaf(N, D) for _ in range(4)), leaf(2, 2, 64, D), leaf(2, dtype=fp32),
                         leaf(2, N, dtype=fp32), leaf(1, 12), leaf(4, dtype=fp32)),
         "mlp": lambda: (leaf(N, D), *(leaf(F, D, std=D**-0.5) for _ in range(2))),
-        "pointer": lambda: (leaf(N, 128), leaf(N, 128), leaf(N, dtype=fp32), integers(8, N), start, end, window, 0.1,
+        "pointer": lambda: (leaf(N, 128), leaf(N, 128), leaf(N, dtype=fp32), integers(8, N), *of_tokens, window, 0.1,
                             integers(8, N, 2, dtype=int64)),
-        "pointer_inputs": lambda: (leaf(N, 3 * 128), leaf(1, dtype=fp32), leaf(128, dtype=fp32), start),
+        "pointer_inputs": lambda: (leaf(N, 3 * 128), leaf(1, dtype=fp32), leaf(128, dtype=fp32), of_tokens[0]),
         "cross_entropy": cross_entropy,
         "head": lambda: (leaf(N, D), torch.nn.Parameter(random(D, V, std=0.1)),
                          integers(min(model.vocab_size, V), N, dtype=int64), mtp_weights),
