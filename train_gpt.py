@@ -24,10 +24,10 @@ Contents, top to bottom:
     a run      main, train: from the arguments to the results
     training   Trainer; the file ends with its loop, step and micro-step
 
-Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded
-vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
-whose rows are embeddings; a lane is a residual stream (in record74 the last layers have two); MTP is multi-token
-prediction; a micro-step is the forward and backward pass of one micro-batch; codes are FP8 numbers with a common scale.
+Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks. Words:
+a bank is one parameter that holds the matrices of all layers; a table is one parameter whose rows are embeddings; a
+lane is a residual stream (in record74 the last layers have two); MTP is multi-token prediction; a micro-step is the
+forward and backward pass of one micro-batch; codes are FP8 numbers with a common scale.
 The comments K1 to K12, in all files, mark quirks of record 74 that change what a model learns: records/record74.md.
 """
 
@@ -125,7 +125,7 @@ def wire(depth, narrow=True, paired=True, mix=True, sparse=False) -> tuple[Layer
             layers.append(Layer(attention=False, skip_from=source))
             continue
         is_long = i in (source, last)  # one look back halfway to the middle, one before the prediction
-        count = i - (i > middle)  # of earlier layers with attention
+        count = i - (i > middle)  # of earlier layers, but for the middle one
         is_paired = paired and not is_long and (count == 0 or count % 3 == 2)  # pairs see 2 positions of each token
         layers.append(Layer(attention=False, dynamic=i == source + 1) if i in quiet else Layer(
             paired=is_paired, narrow=narrow and not is_long,  # a long layer keeps the channels that do not turn
@@ -169,7 +169,7 @@ class Model:
     is_wired = property(lambda self: self.layers in (self.rewired(self.depth, paired) for paired in (False, True)))
 
     def rewired(self, depth, paired) -> tuple[Layer, ...]:
-        """So many layers by the rules of `wire`, narrow, mixed or sparse if some layer is."""
+        """So many layers by the rules of `wire`, narrow or mixed if some layer is, sparse if several lack attention."""
         sparse = len(self.layers_with("attention")) < self.depth - 1
         return wire(depth, bool(self.layers_with("narrow")), paired, bool(self.layers_with("mix")), sparse)
 
@@ -342,7 +342,7 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in it (records/2026-11-28_proven). It has as many n-gram embeddings as record 92.
+    # Mixtures do not pay in it (records/2026-11-28_proven). It has up to as many n-gram embeddings as record 92.
     "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(
         BASE, layers=wire(11, mix=False, sparse=True), ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270,
         cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385,

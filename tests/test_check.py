@@ -406,10 +406,10 @@ def test_streams_of_a_validation(monkeypatch, arguments, streams):
 
 
 @pytest.mark.parametrize("free, micro_batches, times", [
-    (140000, 4, 16), (48000, 4, 8), (32000, 4, 2), (27500, 4, 1), (26000, 8, 4), (18200, 16, 2), (12287, 32, 1),
+    (140000, 4, 16), (48000, 4, 8), (32000, 4, 2), (27500, 8, 4), (26000, 8, 4), (18200, 16, 2), (12287, 32, 1),
     (11100, 32, 1), (10200, 64, 1), (9700, 128, 1), (8000, 128, 1)])
 def test_single_takes_what_fits(gpus, free, micro_batches, times):
-    """As few micro-batches as the preset's rows of n-grams allow, then more rows, up to 16 million."""
+    """As few micro-batches as fit nine tenths of the memory, then more rows, up to 16 million."""
     gpus.free, args = free, ["--preset=single", "--val_tokens=65536"]
     chosen = f"--micro_batches={micro_batches} --ngram_rows={times * 5e5},{times * 5e5}"
     status, rows = gpus.check(*args)
@@ -426,10 +426,13 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
     (140000, 1, 1270, 42.4e6), (140000, 2, 1270, 84.8e6), (80000, 1, 1270, 21.2e6), (80000, 8, 1270, 84.8e6),
     (40000, 4, 1270, 5.3e6), (140000, 2, 200, 42.4e6), (140000, 1, 20, 10.6e6), (24000, 1, 1270, 5.3e6)])
 def test_rows_of_record(gpus, whole, ranks, steps, rows):
-    """They follow the memory of all GPUs, whatever is free of it, and the tokens of the run."""
-    for gpus.whole, gpus.free in (whole, whole - 1000), (whole, 9000):
-        config = fit_memory(T.parse_config([f"--scheduled_steps={steps}"], ranks), GPU, ranks, 85e6)
-        assert config.model.ngram_rows == (rows / 2, rows / 2) and config.system.micro_batches == 8
+    """They follow the memory of all GPUs, whatever is free of it, and the tokens of the run, not micro-batches by hand,
+    nor batches that only these divide."""
+    for gpus.whole, gpus.free, *more in (whole, whole - 1000), (whole, 9000), (whole, 9000, "--micro_batches=16"), (
+            whole, 9000, "--micro_batches=8", "--stage1.batch_tokens=131200"):
+        config = fit_memory(T.parse_config([f"--scheduled_steps={steps}", *more], ranks), GPU, ranks, 85e6)
+        assert config.model.ngram_rows == (rows / 2, rows / 2)
+        assert config.system.micro_batches == 8 * (1 + ("--micro_batches=16" in more))
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):

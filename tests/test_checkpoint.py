@@ -19,7 +19,8 @@ import torch
 
 import train_gpt as T
 from data.run import config as settings
-from data.run.state import load_checkpoint, write_checkpoint
+from data.run.machine import Runtime
+from data.run.state import joined, load_checkpoint, write_checkpoint
 from data.run.config import config_from_dict, flatten, render, with_knobs
 from data.run.log import published
 from data.run.program import UserError, atomic_write
@@ -280,6 +281,14 @@ class Slow:
             self.flush(), say("half of it")
             time.sleep(1000)
 torch.save = lambda state, file: save(state, Slow(file) if state["step"] == 6 else file)"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16])
+def test_parts_are_joined_some_rows_at_a_time(dtype):
+    part = torch.arange(28).view(7, 4).to(dtype)
+    for most in 1, 3, 7, 99:
+        whole = joined(part, [7], Runtime(0, 1, torch.device("cpu")), most)
+        assert whole.dtype == dtype and torch.equal(whole, part)
 
 
 def test_killed_in_the_middle_of_a_save(corpus, base, tmp_path, fails):

@@ -98,6 +98,15 @@ def test_characters(trained, monkeypatch, prompt):
     assert "".join(sample(trained.model, config, None)) == prompt + "a¿€😀b\ufffdü\ufffd"
 
 
+@pytest.mark.parametrize("count", [1, 127, 128, 255])
+def test_any_number_of_documents(trained, count):
+    """Those that follow change nothing, nor does the padding, a document of its own."""
+    documents = [[256, 5 + i % 9] for i in range(count + 1)]
+    found, more = (sampling.forward(trained.model, trained.config, part, trained.attention)[0].h[:2 * count]
+                   for part in (documents[:count], documents))
+    torch.testing.assert_close(found, more, rtol=0, atol=1e-5)
+
+
 def test_tokenizers_and_bits_per_byte(monkeypatch):
     encode, decode = text_codec(257)
     assert encode("aü") == [97, 195, 188] and decode(195) == b"\xc3"

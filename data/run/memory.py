@@ -1,4 +1,4 @@
-"""Memory of a GPU: what a run needs, and how many micro-batches fit.
+"""Memory of a GPU: what a run needs, and how many micro-batches and rows of n-grams fit.
 
 `sizes` is the result of `state_bytes`. `table` is the `param_table` of the model, in train_gpt.py.
 """
@@ -19,7 +19,7 @@ from data.run.program import LESS_MEMORY, UserError
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
-WHOLE = 0.9  # part of a GPU's memory up to which n-gram embeddings fill it; a desktop and other programs take some
+WHOLE = 0.9  # part of a GPU's memory up to which rows of n-grams fill it; a desktop and other programs take some
 
 
 def most_few_rows(config) -> int:
@@ -124,28 +124,43 @@ def possible_micro_batches(config, world) -> list[int]:
     return [n for n in counts if n >= least] or counts[-1:]
 
 
-def fit_memory(config, device, world, most_rows):
-    """The config with the validation tokens that there are, and with the numbers of micro-batches and of rows of the
-    n-gram table that suit the GPUs and the data.
+def fewest_micro_batches(config, world, fits):
+    """The config with the fewest micro-batches that fit, or the most of `possible_micro_batches` if none fits. Several
+    ranks take the fewest: all must choose the same number, but the free memory of their GPUs may differ."""
+    counts = [with_knobs(config, micro_batches=count) for count in possible_micro_batches(config, world)]
+    return next(filter(fits, counts), counts[-1]) if world == 1 else counts[0]
 
-    --micro_batches=0 becomes the fewest that fit the free memory, or the most of `possible_micro_batches` if none fits.
-    Several ranks take the fewest: all must choose the same number, but the free memory of their GPUs may differ. The
-    rows double up to `most_rows` and the tokens of the run, if they fit the whole memory of the GPUs without more
-    micro-batches: more rows take memory, not time, and a run repeats whatever else is on the GPU."""
+
+def with_more_rows(config, device, world, most_rows):
+    """The config with a larger table of n-grams. Its rows double up to `most_rows` and the expected tokens while all
+    fits the whole memory of a GPU, with as few micro-batches as that allows: more rows take memory, not time, and what
+    else is on the GPU does not change what is learned. GPUs of several sizes need --ngram_rows."""
+    whole = WHOLE * torch.cuda.mem_get_info(device)[1] / 2**20
     def fits(config):
-        return world > 1 or memory_report(config, device, 1)[1]
+        return needed_memory(config, world)[1] <= whole
 
+    tried, given = config, config.system.micro_batches
+    try:  # more micro-batches than needed, by hand, bring no more rows
+        tried = fewest_micro_batches(config, world, fits)
+        tried = with_knobs(tried, micro_batches=min(given or math.inf, tried.system.micro_batches))
+    except UserError:  # only the given number divides the batches
+        if not given:
+            raise
+    rows, most_rows = config.model.ngram_rows, min(most_rows, expected_tokens(config, world))
+    while 0 < 2 * sum(rows) <= most_rows and fits(with_knobs(tried, ngram_rows=(more := tuple(2 * n for n in rows)))):
+        rows = more
+    return with_knobs(config, ngram_rows=rows)
+
+
+def fit_memory(config, device, world, most_rows):
+    """The config with the validation tokens that there are, with the rows of the n-gram table that suit the GPUs, and
+    for --micro_batches=0 with the fewest micro-batches that fit the memory that is free then."""
     config = fit_validation(config)
-    if not config.system.micro_batches:
-        counts = [with_knobs(config, micro_batches=count) for count in possible_micro_batches(config, world)]
-        config = next(filter(fits, counts), counts[-1])
-    most_rows = min(most_rows, expected_tokens(config, world))
-    while device.type == "cuda" and 0 < 2 * sum(config.model.ngram_rows) <= most_rows:
-        larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
-        if needed_memory(larger, world)[1] * 2**20 > WHOLE * torch.cuda.mem_get_info(device)[1]:
-            break
-        config = larger
-    return config
+    if device.type == "cuda" and most_rows:
+        config = with_more_rows(config, device, world, most_rows)
+    if config.system.micro_batches:
+        return config
+    return fewest_micro_batches(config, world, lambda config: memory_report(config, device, 1)[1])
 
 
 def restart_with_more_micro_batches(argv, config, device):

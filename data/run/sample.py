@@ -32,7 +32,7 @@ def forward(model, config, documents, attention):
     N = -(-borders[-1] // 128) * 128
     tokens = np.full(N + 1, config.model.bos_id, np.uint16)
     tokens[:borders[-1]] = np.concatenate(documents)
-    cu = cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
+    cu = cu_seqlens(borders, N, len(borders) + 2)
     batch = make_batch(tokens, cu, config, model.embed.device, hash_ids=hash_ids(model))
     output = model(batch.tokens, batch.documents, batch.row_ids, attention._replace(pointer_window=int(N)))
     return output, batch.targets

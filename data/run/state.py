@@ -131,18 +131,21 @@ def compare_shards(state, config, shards) -> str:
 
 # ---- The optimizer's state -------------------------------------------------------------------------------------------
 
-def joined(part, lengths, rt):
+def joined(part, lengths, rt, most=2**18):
     """The parts of all ranks in one tensor on the CPU of rank 0, elsewhere an empty one; lengths: of the parts, one for
-    each rank. All ranks must call this."""
+    each rank. All ranks must call this. They exchange `most` rows at a time: a table may fill GPU and machine."""
     if part.dtype == torch.int16:  # NCCL does not know it
-        return joined(part.view(torch.uint8), lengths, rt).view(part.dtype)
-    parts = [part.new_empty(0, *part.shape[1:], device="cpu")]
-    for rank, length in enumerate(lengths):  # one part at a time: a GPU may lack the memory for all
-        piece = part.contiguous() if rank == rt.rank else part.new_empty(length, *part.shape[1:])
-        if rt.world > 1:
-            dist.broadcast(piece, rank)
-        parts += [piece.cpu()] if rt.rank == 0 else []
-    return torch.cat(parts)
+        return joined(part.view(torch.uint8), lengths, rt, most).view(part.dtype)
+    whole, done = part.new_empty(0 if rt.rank else sum(lengths), *part.shape[1:], device="cpu"), 0
+    for rank, length in enumerate(lengths):
+        for start in range(0, length, most):
+            rows = min(most, length - start)
+            piece = part[start:start + rows].contiguous() if rank == rt.rank else part.new_empty(rows, *part.shape[1:])
+            if rt.world > 1:
+                dist.broadcast(piece, rank)
+            if rt.rank == 0:
+                whole[done:done + rows], done = piece, done + rows
+    return whole
 
 
 def join_parts(sharded, part):
