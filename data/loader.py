@@ -77,23 +77,11 @@ def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, g
     return ids, positions[targets]
 
 
-def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
-    """Fixed length of cu_seqlens for a micro-batch of `tokens`: documents must not change compiled shapes."""
-    return max(128, -(-(tokens // tokens_per_doc) // 128) * 128)
-
-
-def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """[0, borders..., tokens, tokens, ...], (size,) int32: cumulative lengths of documents, the last ones empty. Raises
-    UserError when there are more documents than `size` allows."""
-    if len(borders) >= size:
-        raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}:"
-                        " lower --tokens_per_doc")
-    return np.concatenate([[0], borders, np.full(size - 1 - len(borders), tokens)]).astype(np.int32)
-
-
-def document_of_tokens(cu: np.ndarray) -> np.ndarray:
-    """Start and end of the document of every token, (2, N) int32, from cu_seqlens."""
-    return np.repeat([cu[:-1], cu[1:]], np.diff(cu), axis=1)
+def document_of_tokens(ends: np.ndarray, N: int) -> np.ndarray:
+    """Start and end of the document of every token, (2, N) int32. ends (documents,): the tokens up to the end of each;
+    what is behind the last end is a document, too."""
+    borders = np.concatenate([[0], ends, [N]]).astype(np.int32)
+    return np.repeat([borders[:-1], borders[1:]], np.diff(borders), axis=1)
 
 
 PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
@@ -169,7 +157,6 @@ class Batch(NamedTuple):
     buffer: Tensor  # (bytes,) uint8, the memory of all tensors below, but not of the exchange
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
-    cu_seqlens: Tensor  # (K,) int32
     documents: dict[bool, Tensor]  # whether paired -> (2, N) or (2, 2 N) int32, `document_of_tokens` of its positions
     row_ids: dict[str, Tensor]  # n-gram table, "signs" -> (orders * N,) int32, `ngram_rows` and `sign_rows`
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
@@ -196,9 +183,10 @@ def to_device(arrays, device) -> tuple[Tensor, list[Tensor]]:
                     for start, x in zip(starts, arrays)]
 
 
-def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0,
+def make_batch(tokens: np.ndarray, ends: np.ndarray, config, device, hash_ids=None, row=None, count=0,
                router=None) -> Batch:
-    """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
+    """A Batch on the device, from N + 1 consecutive tokens and the ends of documents. Copies to a GPU do not block the
+    host.
 
     hash_ids (V,): ids that stand for the tokens in the hash of n-grams. For training, row: number of this micro-batch
     in the run; count: number of candidates (0: all classes). router: RowRouter, where several ranks share the table.
@@ -213,16 +201,15 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     rows, exchange, table = ngram_rows(hashed, config.model.ngrams), None, config.model.ngram_table
     if router is not None:
         rows, exchange = router(rows, on_device, row is not None)
-    documents = {paired: document_of_tokens((1 + paired) * cu)
+    documents = {paired: document_of_tokens((1 + paired) * ends, (1 + paired) * len(inputs))
                  for paired in {False, *(layer.paired for layer in config.model.layers)}}
     row_ids = {table: rows} | ({"signs": sign_rows(hashed, config.model.ngrams)} if config.model.bigram_signs else {})
     pieces = {} if row is None else {"tokens": sorted_pieces(inputs), table: sorted_pieces(rows)}
-    buffer, (cu, inputs, targets, *rest) = to_device(
-        [cu, inputs.astype(np.int32), targets, *documents.values(), *row_ids.values(), *pieces.values(), *candidates],
-        device)
+    buffer, (inputs, targets, *rest) = to_device(
+        [inputs.astype(np.int32), targets, *documents.values(), *row_ids.values(), *pieces.values(), *candidates], device)
     rest = iter(rest)
     documents, row_ids, pieces = (dict(zip(arrays, rest)) for arrays in (documents, row_ids, pieces))
-    return Batch(buffer, inputs, targets, cu, documents, row_ids, next(rest, None), pieces, exchange)
+    return Batch(buffer, inputs, targets, documents, row_ids, next(rest, None), pieces, exchange)
 
 
 def make_router(config, rt) -> RowRouter | None:
@@ -329,10 +316,9 @@ class Loader:
             tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
             number = plan.step * micro_batches + part * self.rt.world + self.rt.rank
             joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
-            borders = np.minimum(np.cumsum(lengths), tokens)
-            cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
+            ends = np.minimum(np.cumsum(lengths), tokens)
             with torch.cuda.stream(self.stream):  # None: the current one
-                batch = make_batch(joined, cu, self.config, self.rt.device, self.hash_ids, number, plan.candidates,
+                batch = make_batch(joined, ends, self.config, self.rt.device, self.hash_ids, number, plan.candidates,
                                    self.router if routed else None)
                 copied = self.stream and self.stream.record_event()
             yield batch, copied, state
@@ -425,9 +411,7 @@ class ValidationData:
 
     def __iter__(self):
         n = self.config.data.val_batch_tokens
-        size = cu_seqlens_size(n, self.config.data.tokens_per_doc)
         for start in self.starts:
             piece = self.tokens[start:start + n + 1]
-            borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.bos_id), n)
-            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device, hash_ids=self.hash_ids,
-                             router=self.router)
+            ends = np.flatnonzero(piece[:-1] == self.config.model.bos_id)
+            yield make_batch(piece, ends, self.config, self.rt.device, hash_ids=self.hash_ids, router=self.router)

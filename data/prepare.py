@@ -94,12 +94,10 @@ def token_counts(paths) -> np.ndarray:
 
 def training_command(name: str, made: Path, separator: int) -> str:
     """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
-    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`). Raises
-    UserError when no run can start."""
+    length of one pass. The trainer fits the rest to the shards (`fit_memory`). Raises UserError when no run can start."""
     import torch
     import train_gpt  # for the presets
-    from data.loader import Shard, cu_seqlens_size
-    from data.run.memory import fit_memory, possible_micro_batches
+    from data.run.memory import fit_memory
     from data.run.start import survey_training_data, tokens_and_passes
     patterns = [f"data/{made.name}/{name}_{part}_*.bin" for part in ("train", "val")]
     files = [f"--train_files={patterns[0]}", f"--val_files={patterns[1]}"]
@@ -136,20 +134,6 @@ def training_command(name: str, made: Path, separator: int) -> str:
             words = shortened
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
-    # Short documents need a longer cu_seqlens, in every possible forward pass.
-    rows = {stage.batch_tokens // count for stage in config.schedule.stages
-            for count in (config.system.micro_batches, *possible_micro_batches(config, 1))}
-    max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
-    tokens_per_doc = config.data.tokens_per_doc
-    for pattern, rows, longest in zip(patterns, (rows, [config.data.val_batch_tokens]), (max_doc_len, None)):
-        for path in find_files(pattern):
-            ends = np.cumsum(n := np.clip(Shard(path, config.model).lengths, 0, longest))
-            for row in rows:
-                most = int((np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n))).max())
-                if most + 2 >= cu_seqlens_size(row, tokens_per_doc):  # 2: the first may begin earlier
-                    tokens_per_doc = max(1, row // (most + 3))
-    if tokens_per_doc < config.data.tokens_per_doc:
-        files.append(f"--tokens_per_doc={tokens_per_doc}")
     if os.environ.get("DATA_PATH"):
         start += f"DATA_PATH={shlex.quote(str(data_root()))} "
     script = os.path.join(os.path.relpath(ROOT), "run.sh")  # "./run.sh" in this folder

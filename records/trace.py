@@ -211,7 +211,8 @@ def calls(trainer, plan, batches):
     model, layers, stage = config.model, config.model.layers, config.schedule.stages[plan.stage]
     D, H, F, V, N = model.model_dim, model.num_heads, model.mlp_dim, model.padded_vocab, plan.micro_batch_tokens
     for batch in batches:
-        documents, token_ids = np.diff(batch.cu_seqlens.tolist()), batch.tokens.unique().numel()
+        documents = np.unique(batch.documents[False][0].cpu(), return_counts=True)[1]  # their lengths
+        token_ids = batch.tokens.unique().numel()
         for layer in layers:
             yield from ((name, N, D, F, config.system.fp8_mlp) for name in ("mlp", "mlp_backward"))
             if layer.attention:

@@ -238,8 +238,7 @@ def documents(n, longest, seed=0):
     rng, lengths = np.random.default_rng(seed), []
     while sum(lengths) < n:
         lengths.append(int(np.clip(rng.lognormal(np.log(490), 0.95), 64, longest)))
-    borders = np.minimum(np.cumsum(lengths), n)
-    return torch.from_numpy(L.cu_seqlens(borders, n, L.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).to(DEVICE)
+    return torch.from_numpy(np.minimum([0, *np.cumsum(lengths)], n).astype(np.int32)).to(DEVICE)
 
 
 def flash2(q, k, v, dy, cu, longest, window):
@@ -266,7 +265,7 @@ def attention_cases():
                 N, heads, longest = 2 * N, H // 2, 2 * longest
             window = stage.long_window if long else stage.short_window
             cu = documents(N, longest)
-            start, end = torch.from_numpy(L.document_of_tokens(cu.cpu().numpy())).to(DEVICE)
+            start, end = torch.from_numpy(L.document_of_tokens(cu.cpu().numpy(), N)).to(DEVICE)
             q, k, v, dy = (F.rms_norm(rand(N, heads, width), (width,)) for width in (d, d, HEAD, HEAD))
             args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, window, 0.1
             y, lse = tk.attend(*args)

@@ -405,29 +405,17 @@ def pack_documents(tokens_of_shards, sep, spec):
         yield batch
 
 
-def cu_capacity(n):
-    """K, the smallest positive multiple of 128 that is at least n // 300."""
-    return next(K for K in range(128, n + 129, 128) if K >= n // 300)
-
-
-def padded(cu, n, K):
-    """Cumulative lengths (K,), padded with n: at least one n must follow the start of the last document."""
-    if len(cu) >= K:
-        raise ValueError(f"{len(cu)} documents do not fit into {K} cumulative lengths")
-    return np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
-
-
-def cu_seqlens(lengths, n, K):
-    """Cumulative lengths (K,) of documents that sum to n + 1 tokens (the last document loses one), padded with n."""
+def cu_seqlens(lengths, n):
+    """Cumulative lengths of documents that sum to n + 1 tokens: the last document loses one."""
     assert sum(lengths) == n + 1
-    return padded([0, *np.cumsum(lengths[:-1])], n, K)
+    return np.array([0, *np.cumsum(lengths[:-1]), n], np.int32)
 
 
-def validation_piece(tokens, pos, n, sep, K):
-    """(inputs, targets, cu) of the n tokens from pos on; cu is 0, the position of every separator, and n as padding."""
+def validation_piece(tokens, pos, n, sep):
+    """(inputs, targets, cu) of the n tokens from pos on; cu is 0, the position of every separator, and n."""
     inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
     assert len(targets) == n
-    cu = padded([0] + [p for p, x in enumerate(inputs.tolist()) if x == sep], n, K)
+    cu = np.array([0, *(p for p, x in enumerate(inputs.tolist()) if x == sep), n], np.int32)
     return inputs.astype(np.int32), targets.astype(np.int64), cu
 
 

@@ -90,16 +90,16 @@ def random_corpus(folder, seed, steps=24, **options):
 def tensors(batch):
     """All tensors of a batch but those of its exchange."""
     candidates = [] if batch.candidates is None else [batch.candidates]
-    return [batch.tokens, batch.targets, batch.cu_seqlens, *batch.documents.values(), *batch.row_ids.values(),
-            *candidates, *batch.pieces.values()]
+    return [batch.tokens, batch.targets, *batch.documents.values(), *batch.row_ids.values(), *candidates,
+            *batch.pieces.values()]
 
 
 def layout(batch):
     """(first byte, dtype, shape) of every tensor in the buffer, and the size of the buffer. Asserts that the tensors
-    lie one behind the other in this one memory, cu_seqlens first, each at the next multiple of 16 bytes."""
+    lie one behind the other in this one memory, the tokens first, each at the next multiple of 16 bytes."""
     start, end = batch.buffer.data_ptr(), 0
     ordered = sorted(tensors(batch), key=torch.Tensor.data_ptr)
-    assert ordered[0] is batch.cu_seqlens and start % 16 == 0
+    assert ordered[0] is batch.tokens and start % 16 == 0
     for x in ordered:
         assert x.untyped_storage().data_ptr() == start and x.data_ptr() == start + end and x.is_contiguous()
         end = -(-(end + x.nbytes) // 16) * 16
@@ -111,9 +111,9 @@ def assert_batch(batch, row):
     """A batch equals the oracle's row (inputs, targets, lengths or cu_seqlens, perhaps a sample), with dtypes."""
     inputs, targets, cu, *sample = row
     if isinstance(cu, list):
-        cu = oracles.cu_seqlens(cu, len(inputs), oracles.cu_capacity(len(inputs)))
+        cu = oracles.cu_seqlens(cu, len(inputs))
     rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
-    wanted = dict(tokens=inputs, targets=targets, cu_seqlens=cu, **{
+    wanted = dict(tokens=inputs, targets=targets, **{
         f"documents of {n}": oracles.documents(torch.from_numpy(n * cu)).numpy() for n in (1, 2)}, row_ids=rows)
     if sample and sample[0]:
         wanted["candidates"], wanted["targets"] = sample[0]
@@ -288,20 +288,9 @@ def test_shards_are_used_to_their_last_token(tmp_path):
     corpus.assert_served()
 
 
-def test_too_many_documents(tmp_path):
-    """cu_seqlens of 128 holds 127 documents; --tokens_per_doc gives room for more."""
-    shard = np.full(8 * 201, SEP, np.uint16)
-    with pytest.raises(UserError, match=r"127 documents in 127 tokens"):
-        L.cu_seqlens(np.arange(1, 128), 127, 127)
-    with pytest.raises(UserError, match=r"201 documents in 200 tokens.*holds 127.*--tokens_per_doc"):
-        Corpus(tmp_path, [shard], [(200, 9)]).loader().next_batch()
-    batch = Corpus(tmp_path, [shard], [(200, 9)], tokens_per_doc=1).loader().next_batch()
-    assert batch.cu_seqlens.tolist() == [*range(201), *[200] * 55]
-    Corpus(tmp_path, [shard], [(126, 9)]).assert_served()
-    for tokens, size in (16384, 128), (32768, 128), (49152, 256), (262144, 896):  # those of the record
-        assert L.cu_seqlens_size(tokens, T.Data().tokens_per_doc) == size
-    for tokens in 16, 299, 300, 38399, 38400, 38699, 38700, 76800, 77100:
-        assert L.cu_seqlens_size(tokens, 300) == oracles.cu_capacity(tokens)
+@pytest.mark.parametrize("tokens", [126, 127, 128, 200])
+def test_documents_of_one_token(tmp_path, tokens):
+    Corpus(tmp_path, [np.full(8 * 201, SEP, np.uint16)], [(tokens, 9)]).assert_served()
 
 
 # ---- Shard files -----------------------------------------------------------------------------------------------------
@@ -520,8 +509,6 @@ def test_validation_shards_of_another_tokenizer(tmp_path):
             validation(tmp_path, [good, good][:i] + [bad], 1)
     with pytest.raises(UserError, match="holds 401 tokens, validation needs 513"):
         validation(tmp_path, [good, [], []], 1)
-    with pytest.raises(UserError, match="documents.*--tokens_per_doc"):
-        list(validation(tmp_path, [np.full(513, SEP)], 1, pieces=2, n=256))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 3, 16])  # 3 does not divide 8 pieces, and of 16 ranks 8 have no piece
@@ -534,7 +521,7 @@ def test_validation_pieces(tmp_path, world):
         data = validation(tmp_path, [stream[:150], stream[150:]], world, rank)
         for i, batch in enumerate(data):
             piece = i * world + rank
-            assert_batch(batch, oracles.validation_piece(stream, 64 * piece, 64, SEP, oracles.cu_capacity(64)))
+            assert_batch(batch, oracles.validation_piece(stream, 64 * piece, 64, SEP))
             assert not batch.pieces
             pieces[piece] = batch
         again = [batch.tokens.tolist() for batch in data]

@@ -241,7 +241,7 @@ def test_the_reader_is_the_model(args, tmp_path, monkeypatch, capsysbinary):
     cpu, N, rows = torch.device("cpu"), 144, [*range(9), *range(9, 144, 15)]
     model = scrambled(T.GPT(config.model, T.kernels.choose_ops(cpu, "torch")[0], torch.float32, cpu))
     tokens = np.array([config.model.bos_id, *np.random.default_rng(0).integers(0, 30, N)])
-    batch = make_batch(tokens, np.array([0, N, N], np.int32), config, cpu, sampling.hash_ids(model))
+    batch = make_batch(tokens, np.array([N]), config, cpu, sampling.hash_ids(model))
     attention = T.attention_settings(config, cpu, model.dtype)[-1]
     with torch.no_grad():
         output = model(batch.tokens, batch.documents, batch.row_ids, attention)

@@ -277,8 +277,8 @@ def made(slow=(), few=(), orders=1, ranks=1, fp8=False, layers=LAYERS, mlp_dim=1
 def calls(**changes):
     """[operation, sizes of every call] of three steps of a changed `made`; the second one updates no Adam parameter."""
     def batch(documents, token_ids, touched, candidates):
-        cu = torch.tensor([0, *documents, 0]).cumsum(0)  # the last document is empty, as padding is
-        return NS(cu_seqlens=cu, tokens=torch.arange(64) % token_ids, candidates=candidates,
+        starts = torch.tensor([0, *documents[:-1]]).cumsum(0).repeat_interleave(torch.tensor(documents))
+        return NS(documents={False: (starts, None)}, tokens=torch.arange(64) % token_ids, candidates=candidates,
                   row_ids={"bigram_embed": torch.arange(64) % touched, "signs": torch.arange(64)})
     batches = batch(DOCUMENTS[0], 30, 50, None), batch(DOCUMENTS[1], 33, 60, torch.zeros(256))
     plans = [NS(stage=0, micro_batch_tokens=64, adam=odd, tables=odd, tied=step > 1)
@@ -474,7 +474,7 @@ def test_two_ranks(small, tmp_path):
         for step, batch, plan in zip(run["steps"], batches, plans[4:]):
             made, tokens = [call[1:] for call in step["calls"]], len({*batch.tokens.tolist()})
             touched = len({*batch.row_ids["bigram_embed"].tolist()})
-            earlier = sum(n * (n - 1) // 2 for n in np.diff(batch.cu_seqlens).tolist())
+            earlier = sum(i - start for i, start in enumerate(batch.documents[False][0].tolist()))
             assert [n for name, *_, n in made if name == "embedding_grad"] == [tokens, touched], made
             assert [n for name, *_, n in made if name == "pointer"] == [earlier]
             assert ("adam_update" in {name for name, *_ in made}) == plan.adam

@@ -66,7 +66,6 @@ class Data:
     val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
     val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
     val_share: Annotated[float, Bounds(0, 1)] = 0.0  # of the run's tokens; all validations but the last read so many
-    tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ def override(config, texts):
     return with_values(config, read_texts(texts, config))
 
 
-DROPPED = "depth", "data_end", "compile", "combo_kernels"  # knobs of older checkpoints
+DROPPED = "depth", "data_end", "compile", "combo_kernels", "tokens_per_doc"  # knobs of older checkpoints
 
 
 def config_from_dict(default, tree):

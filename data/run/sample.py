@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import triton_kernels as kernels
-from data.loader import cu_seqlens, make_batch
+from data.loader import make_batch
 from data.run.config import flatten, read_options
 from data.run.program import UserError
 from data.tokenizer import text_codec
@@ -28,12 +28,11 @@ def forward(model, config, documents, attention):
     """(Output, the next tokens (N,)) of documents (lists of token ids), packed into one micro-batch. A document of
     separators pads the micro-batch to a multiple of 128, as the kernels require. Padding changes nothing, since no
     token sees later tokens."""
-    borders = np.cumsum([len(document) for document in documents])
-    N = -(-borders[-1] // 128) * 128
+    ends = np.cumsum([len(document) for document in documents])
+    N = -(-ends[-1] // 128) * 128
     tokens = np.full(N + 1, config.model.bos_id, np.uint16)
-    tokens[:borders[-1]] = np.concatenate(documents)
-    cu = cu_seqlens(borders, N, len(borders) + 2)
-    batch = make_batch(tokens, cu, config, model.embed.device, hash_ids=hash_ids(model))
+    tokens[:ends[-1]] = np.concatenate(documents)
+    batch = make_batch(tokens, ends, config, model.embed.device, hash_ids=hash_ids(model))
     output = model(batch.tokens, batch.documents, batch.row_ids, attention._replace(pointer_window=int(N)))
     return output, batch.targets
 

@@ -47,7 +47,8 @@ def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, 
 
     if borders is None:
         borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
-    of_tokens, of_pairs = (torch.from_numpy(document_of_tokens(n * borders.cpu().numpy())).to(device) for n in (1, 2))
+    of_tokens, of_pairs = (torch.from_numpy(document_of_tokens(n * borders.cpu().numpy(), n * N)).to(device)
+                            for n in (1, 2))
     mtp_weights = torch.tensor([1.0, 0.5], device=device)
 
     def embedding_grad():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import triton_kernels as kernels
-from data.loader import cu_seqlens, cu_seqlens_size, make_batch
+from data.loader import make_batch
 from data.run.config import check_config, with_knobs
 from data.run.launch import allowed_cores
 from data.run.length import stage_starts, with_minutes
@@ -135,9 +135,7 @@ def compile_kernels(trainer):
 
     def batch(**options):
         """A batch of one document, as long as a row, of token 0."""
-        size = cu_seqlens_size(tokens, config.data.tokens_per_doc)
-        found = make_batch(np.zeros(tokens + 1, np.uint16), cu_seqlens(np.array([tokens]), tokens, size), config,
-                           trainer.rt.device, **options)
+        found = make_batch(np.zeros(tokens + 1, np.uint16), np.array([tokens]), config, trainer.rt.device, **options)
         for rows in found.row_ids.values():
             rows.zero_()  # of the rows that ranks share, this batch has only the first
         return found
