@@ -146,7 +146,7 @@ def oracle_losses(model, val):
     params = {name: tensor.float() for name, tensor in model.items()}
     losses, view = [], final_view() | ({"pointer": (257, VAL_BATCH)} if "pointer_sink" in params else {})
     for pos in range(0, VAL_TOKENS, VAL_BATCH):
-        tok, targets, cu = oracles.validation_piece(val, pos, VAL_BATCH, 256, 128)
+        tok, targets, cu = oracles.validation_piece(val, pos, VAL_BATCH, 256)
         rows = torch.tensor(oracles.bigram_hash(tok, len(params["bigram_embed"])))
         loss, _ = oracles.model_loss(params, torch.tensor(tok), targets, cu.tolist(), rows, mtp_weights=[1.0],
                                      loss_scale=1 / VAL_BATCH, **view)
