@@ -118,7 +118,7 @@ def wire(depth, narrow=True, paired=True, mix=True, sparse=False) -> tuple[Layer
     middle = min((depth + 1) // 2, depth - 2)  # has no attention; the stream of `source` bridges the gap
     source = middle // 2  # looks far, so the skip carries what it saw
     settled = min(middle + 1, depth - 2)  # later layers read the stream as it left this layer
-    quiet = {source + 1, settled, last - 1} if sparse else ()  # without attention: in a long run, an MLP is worth more
+    quiet = {source + 1, settled, last - 1} if sparse else ()  # these have no attention: it costs more than it gains
     layers = []
     for i in range(depth):
         if i == middle:
@@ -266,7 +266,7 @@ class Optim:
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
     # Tables are always updated in every second step. With 1, take .84 of the adam_lr for 2 (2026-11-27_learning).
     adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step or in every second one
-    lazy_tables: bool = False  # value_embeds, bigram_embed: as n-grams always, no first moment; skip untouched rows
+    lazy_tables: bool = False  # value_embeds, bigram_embed lack a first moment and skip untouched rows, as ngram_embed
     table_beta2: Memory = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: Rate = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: Memory = 0.95  # decay of the per-row second moment (NorMuon)
@@ -342,7 +342,7 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in it (records/2026-11-28_proven). It has up to as many n-gram embeddings as record 92.
+    # Mixtures do not pay in it (records/2026-11-28_proven). It may have as many n-gram embeddings as record 92.
     "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(
         BASE, layers=wire(11, mix=False, sparse=True), ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270,
         cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385,

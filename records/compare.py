@@ -50,7 +50,7 @@ FINALS = {"time s": 3, "loss": 4}  # the results in the tables, and their digits
 # Settings that may differ between the runs of a group. Runs on several GPUs have their own caches.
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
        "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
-# On which a validation loss depends; older logs lack the last.
+# A validation loss depends on these facts; older logs lack val_sha256.
 TEXT = {"vocab_size", "val_tokens", "val_tokens.few", "val_sha256"}
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps", "train_tokens"}  # settings in which --exchange's two groups may differ

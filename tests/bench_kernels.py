@@ -137,11 +137,11 @@ def rand(*shape, dtype=BF16):
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
-def example(op, dtype=BF16, borders=None, window=128, **sizes):
+def example(op, dtype=BF16, ends=None, window=128, **sizes):
     """Arguments of an operation, of the widths of this file and these sizes. Cases with arguments of their own time
     parts of operations, the weights of a stage's tokens, or ids that repeat as those of text do."""
     widths = dict(D=D, H=H, d=HEAD, F=MLP_DIM, V=V)
-    return trial.example(op, CONFIG.model, dtype, DEVICE, borders, window, **widths | sizes)
+    return trial.example(op, CONFIG.model, dtype, DEVICE, ends, window, **widths | sizes)
 
 
 def muon_cases():
@@ -403,12 +403,12 @@ def head_cases():
 def pointer_cases():
     for N, stage in zip(TOKENS, STAGES):
         cu = documents(N, stage.max_doc_len)
-        *args, targets = example("pointer", borders=cu, window=N, N=N)
+        *args, targets = example("pointer", ends=cu.cpu().numpy(), window=N, N=N)
         args.append(tk.multi_token_targets(targets[:, 0].contiguous(), len(stage.mtp_start)))
         sizes = N, T.POINTER_WIDTH, seen_pairs(np.diff(cu.tolist()), N) - N
         yield case("pointer", str(N), args, sizes, calls=MICRO)
         yield backward("pointer", str(N), tk.pointer(*args), args[:3], sizes, MICRO)
-        args, sizes = example("pointer_inputs", borders=cu, N=N), sizes[:2]
+        args, sizes = example("pointer_inputs", ends=cu.cpu().numpy(), N=N), sizes[:2]
         yield case("pointer_inputs", str(N), args, sizes, "plain", MICRO)
         yield backward("pointer_inputs", str(N), tk.pointer_inputs(*args), args[:3], sizes, MICRO)
 

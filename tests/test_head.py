@@ -437,7 +437,7 @@ def test_sampled_head(count, gate, dtype, use_fp8, device):
     ids = x.targets * 7 + 3  # so that hardly an id is also the position of a target
     candidates, positions = (torch.from_numpy(part).to(device) for part in sample_candidates(
         ids.cpu().numpy(), 640, 256, 5, gate))
-    # A token is the last candidate: -1, beyond the end, must not count as a target with copies.
+    # The last candidate is a token. A target of -1 is beyond the end: no copy of this token may count for it.
     candidates[1:], positions = candidates[1:].flip(0), (256 - positions) * (positions > 0)
     x = x._replace(targets=positions, point=x.point and x.point._replace(tokens=x.point.tokens * 7 + 3))
     embedding = torch.nn.Parameter(x.weight.detach().T.contiguous())

@@ -4,6 +4,7 @@ these examples against its reference."""
 import platform
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -23,12 +24,12 @@ def is_tested(device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in TESTED
 
 
-def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, d=None, F=None, V=None, N=256, R=64,
+def example(op, model, dtype, device, ends=None, window=128, D=None, H=None, d=None, F=None, V=None, N=256, R=64,
             n=2, M=256):
     """Arguments of an operation, the same random numbers each time. Inputs with gradients require them. "attention" has
-    a list, the arguments of each kind of layer; "mix" those of `sums`, "head" those of `head_loss`. borders (K,) int32:
-    of documents, here two; window: of the pointer. D, H, d, F (of the MLP), V (columns of the head): other widths than
-    the model's. N tokens, R rows of tables, n matrices of M rows."""
+    a list, the arguments of each kind of layer; "mix" those of `sums`, "head" those of `head_loss`. ends: those of
+    documents, as of `document_of_tokens`, here of two; window: of the pointer. D, H, d, F (of the MLP), V (columns
+    of the head): other widths than the model's. N tokens, R rows of tables, n matrices of M rows."""
     D, H, d = D or model.model_dim, H or model.num_heads, d or model.head_dim
     F, V = F or model.mlp_dim, V or model.padded_vocab
     generator, fp32, int64 = torch.Generator(device).manual_seed(0), torch.float32, torch.int64
@@ -45,10 +46,8 @@ def example(op, model, dtype, device, borders=None, window=128, D=None, H=None, 
     def zeros(*shape, dtype=fp32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    if borders is None:
-        borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
-    of_tokens, of_pairs = (torch.from_numpy(document_of_tokens(n * borders.cpu().numpy(), n * N)).to(device)
-                            for n in (1, 2))
+    ends = np.array([N // 3]) if ends is None else ends
+    of_tokens, of_pairs = (torch.from_numpy(document_of_tokens(n * ends, n * N)).to(device) for n in (1, 2))
     mtp_weights = torch.tensor([1.0, 0.5], device=device)
 
     def embedding_grad():
