@@ -45,7 +45,7 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
@@ -342,11 +342,13 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in it (records/2026-11-28_proven). It may have as many n-gram embeddings as record 92.
+    # Mixtures do not pay in it (records/2026-11-28_proven). It may have as many n-gram embeddings as record 92, whose
+    # documents of 3072 tokens it also has (records/2026-11-29_pairs).
     "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(
         BASE, layers=wire(11, mix=False, sparse=True), ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270,
         cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385,
-        adam_lr=0.0077, table_lr=0.0092)),
+        adam_lr=0.0077, table_lr=0.0092, stages=(RECORD74.schedule.stages[0], *(
+            replace(stage, max_doc_len=3072) for stage in RECORD74.schedule.stages[1:])))),
     "single": Preset(recipe(), recipe=recipe, most_rows=16e6),
     # `recipe` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other
     # rates than there, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
@@ -404,8 +406,8 @@ from data.loader import Batch, Loader, ValidationData
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
-    rank_from_env, require_equal_ranks, wait_for)
+    all_come, all_reduce, beside, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, new_stream,
+    of_rank_0, on, rank_from_env, require_equal_ranks, wait_for)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
@@ -584,6 +586,7 @@ class Output(NamedTuple):
     h: Tensor  # (N, D), the final stream after its norm
     point: kernels.Point | None  # where the pointer head looks
     codes: tuple[Tensor, Tensor] | None = None  # of h in both layouts, where the head trains in FP8
+    embeddings: list[Tensor] = []  # of `GPT.lookup`, see `GPT.forward`
 
 
 class LayerWeights(NamedTuple):
@@ -723,6 +726,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.codes = {}  # label -> WeightCodes, of what trains in FP8
+        self.stream = new_stream(device, ranks)  # for `lookup`
         self.with_attention, self.with_values, self.with_skip = map(
             config.layers_with, ("attention", "value_embed", "skip_from"))
         for param in config.table:
@@ -763,7 +767,16 @@ class GPT(nn.Module):
 
     def forward(self, tokens, documents, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, documents, row_ids and pieces: see Batch."""
-        return self.layers(self.lookup(tokens, row_ids, pieces), tokens, documents, attn)
+        # In training, the lookup runs beside the many small kernels that prepare weights. Autograd does the same with
+        # the backward passes, as it runs each on the stream of its forward pass. The memory of the embeddings belongs
+        # to the stream of the lookup: it must not be free while others may read it, so `Output` keeps it.
+        codes, stream = (self.codes, self.stream) if torch.is_grad_enabled() else ({}, None)  # only training is in FP8
+        with beside([stream]):
+            factors, weights = Factors(self), self.weights_of_layers(codes)
+            with on(stream):
+                embeddings = self.lookup(tokens, row_ids, pieces)
+        kept = embeddings[:] if stream else []
+        return self.layers(embeddings, factors, weights, codes, tokens, documents, attn)._replace(embeddings=kept)
 
     def lookup(self, tokens, row_ids, pieces=None):
         """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings."""
@@ -835,12 +848,11 @@ class GPT(nn.Module):
                                layer.narrow, codes, stream.first if codes else None, xsa)
         return F.linear(y.flatten(1), w.out)
 
-    def layers(self, embeddings, tokens, documents, attn: AttentionSettings) -> Output:
-        """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
+    def layers(self, embeddings, factors, weights, codes, tokens, documents, attn: AttentionSettings) -> Output:
+        """The forward pass after `lookup`, whose result it clears, and `weights_of_layers`. All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
-        values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
-        codes = self.codes if torch.is_grad_enabled() else {}  # only training is in FP8
+        values = dict(zip(self.with_values, values))  # by layer
         mlps, x8_scale = codes.get("mlp_bank"), kernels.x8_scale(config.model_dim)
         in_fp8 = codes.keys() & {label for _, label, _ in config.qk_banks}
         by_attention = kernels.Reader(x8_scale, GATE_CHANNELS) if in_fp8 else kernels.Reader()
@@ -853,7 +865,8 @@ class GPT(nn.Module):
         (e,), before = mix.add_later([e], [[gate]], previous=True)
         smeared = mix([(None, e)], kernels.Reader(channels=GATE_CHANNELS), before)
         first, lane0, lane1 = smeared.first, kernels.Mixed(smeared.normeds), None  # lane 1: where a layer has two lanes
-        del embeddings, e, gate, before, smeared  # what has a name takes memory
+        embeddings.clear()  # what has a name takes memory
+        del e, gate, before, smeared
 
         def read(stream, by):
             """The stream with what this reader of its norm needs."""
@@ -872,7 +885,7 @@ class GPT(nn.Module):
         dynamic, at_end = config.layers_with("dynamic"), []  # at_end: the part of the last sum, begun by a mixture
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         added = {}  # layer -> what it adds of x0 and of the n-grams
-        for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers(codes))):
+        for i, (layer, w) in enumerate(zip(layers, weights)):
             trace_mark(f"layer {i}")
             ve = values.pop(i, None)
             if layer.dynamic:
@@ -1056,6 +1069,9 @@ class Sharded:
             self.state = {"m": zeros(part), "v": zeros(part)}
         if row.average and self.optim.average_blend:
             self.state["average"] = zeros(part)
+        # The update of a bank is a chain of small kernels. Those of several banks, and the large ones of tables, run
+        # side by side (tile sweep of MattBeton/modded-nanogpt, with three banks).
+        self.stream = new_stream(rt.device, rt.world) if row.optim == "normuon" else None
 
     @staticmethod
     def padded(x, length):
@@ -1103,7 +1119,7 @@ class Replicated:
     rows: of param_table; params {label: parameter}, whose weights and gradients move into the vectors. state: label ->
     {"m", "v"}."""
 
-    row, touched = Param("replicated", (), "replicated"), None
+    row, touched, stream = Param("replicated", (), "replicated"), None, None
 
     def __init__(self, rows, params, config, rt, ops):
         self.optim, self.rt, self.ops, self.state = config.optim, rt, ops, {}
@@ -1187,18 +1203,21 @@ class NorMuonAndAdam:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = each.start_reduction()
 
-        # Phase 2: for each parameter, wait for its reduction, update this rank's part, start its gather.
+        # Phase 2: for each parameter, wait for its reduction, update this rank's part, start its gather. `reductions`
+        # keeps their memory until all streams have read it.
         gathers = {}
-        for name, each in updated.items():
-            with trace_range(f"wait {name}"):
-                work, grad = reductions.pop(name)
-                if work:
-                    work.wait()
-            with trace_range(f"update {name}"):
-                each.update(grad, numbers, name in plan.average_rates)
-            if self.rt.world > 1 and name in self.sharded:
-                with trace_range(f"gather {name}"):
-                    gathers[name] = all_gather(each.whole, each.part, async_op=True)
+        with beside(each.stream for each in updated.values()):
+            for name, each in updated.items():
+                with on(each.stream):
+                    with trace_range(f"wait {name}"):
+                        work, grad = reductions[name]
+                        if work:
+                            work.wait()
+                    with trace_range(f"update {name}"):
+                        each.update(grad, numbers, name in plan.average_rates)
+                    if self.rt.world > 1 and name in self.sharded:
+                        with trace_range(f"gather {name}"):
+                            gathers[name] = all_gather(each.whole, each.part, async_op=True)
 
         # Phase 3: wait for the gathers. While head and embedding are tied, the new head's transpose becomes the
         # embedding.
@@ -1761,17 +1780,19 @@ class Trainer:
         with trace_range("loss"):
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
-        with trace_range("backward"):
+        with trace_range("backward"), beside([self.model.stream]):
             add_gradients(loss, [*self.model.parameters(), *(table.local for table in self.shared)])
         return loss.detach()
 
     def update(self, plan, numbers):
         """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
         self.optimizer.step(plan, numbers)
-        for label, codes in self.model.codes.items():
-            if plan.adam or label != "lm_head":
-                with trace_range(f"update codes of {label}"):
-                    codes.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
+        streams = {label: self.optimizer.sharded[label].stream for label in self.model.codes}
+        with beside(streams.values()):
+            for label, codes in self.model.codes.items():
+                if plan.adam or label != "lm_head":
+                    with trace_range(f"update codes of {label}"), on(streams[label]):
+                        codes.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale fini
 _RMS_EPS, _E4M3_MAX, _E5M2_MAX, _VALUE_FLOOR, _WEIGHT_FLOOR = map(
     constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX, VALUE_FLOOR, WEIGHT_FLOOR))  # for kernels
 NAN_STAYS = constexpr(tl.PropagateNan.ALL)
+_second_stream = functools.cache(torch.cuda.Stream)  # of a GPU
 
 
 def _takes_ref(*tensors, any_dtype=False):
@@ -1337,8 +1338,8 @@ class _AttentionBlock(_Function):
         dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in heads), qk, rstd, rotary, ve, gates[-1], paired,
                                          offset, dqkv, dqkv_t, grad_scale)
         if codes:
-            dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
-            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale, out=of_weight and of_weight(x, *weight.shape))
+            dx, dweight = scaled_products((dqkv, w8_t, grad_scale, w_scale, None, x.dtype), (
+                dqkv_t, x8_t, grad_scale, dw_scale, of_weight and of_weight(x, *weight.shape)))
         else:
             dx, dweight = dqkv @ weight, torch.mm(dqkv.t(), x, out=of_weight and of_weight(x, *weight.shape))
         dw_ve, dw_out = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, *of_gates)
@@ -1432,12 +1433,25 @@ def both_layouts(x, scale, dtype):
     return codes, transposed(codes) if codes.ndim == 2 else codes.mT.clone(memory_format=torch.contiguous_format)
 
 
-def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16, out=None):
+def scaled_product(a, b, scale_a, scale_b, out=None, dtype=torch.bfloat16, fast=False):
     """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N). fast: sums of fewer bits."""
     if _takes_ref(a):
         result = (a.float() @ b.float().mT * (scale_a * scale_b)).to(dtype)
         return result if out is None else out.copy_(result)
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+
+def scaled_products(first, *others):
+    """[scaled_product of these arguments]. On a GPU the others fill the multiprocessors that the first leaves idle."""
+    if first[0].device.type != "cuda":
+        return [scaled_product(*each) for each in (first, *others)]
+    stream, current = _second_stream(first[0].device), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        results = [scaled_product(*each) for each in others]
+    results.insert(0, scaled_product(*first))
+    current.wait_stream(stream)
+    return results
 
 
 def _saturated(x, DTYPE):
@@ -1554,7 +1568,7 @@ class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
     def backward(ctx, grad):
         w_scale, x8_t, w8_t, grad_scale, dw_scale = ctx.saved_tensors
         g, g_t = both_layouts(grad, grad_scale, E5M2)
-        dx, dweight = scaled_product(g, w8_t, grad_scale, w_scale), scaled_product(g_t, x8_t, grad_scale, dw_scale)
+        dx, dweight = scaled_products((g, w8_t, grad_scale, w_scale), (g_t, x8_t, grad_scale, dw_scale))
         return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 8
 
 
@@ -1586,9 +1600,9 @@ class Fp8Projections(WeightCodes):
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
 # Hopper: one warp fetches, and two warp groups take turns: one multiplies while the other finishes its tile. 5 stages
-# of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. num_warps is that of a warp group.
+# of 32 KiB, and 32 KiB for each warp group, fill 224 of the 227 KiB of an SM. num_warps is that of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
-              E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)}
+              E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=4, num_warps=4)}
 
 # On other GPUs, and for fp32, which exists for tests: plain tiles, which fit the 99 KiB of sm_89 and sm_120.
 MLP_LAUNCH = {
@@ -1906,11 +1920,12 @@ class _MlpFp8(_Function):
         x_scale, w1_scale, _, post_scale, g_scale, dpre_scale = scales[ctx.i, :, 0]
         g, g_t = ctx.grad_codes and ctx.grad_codes.take() or both_layouts(grad, ctx.g_scale, E5M2)
         dW1, dW2 = (of_w and of_w(grad, *ctx.shape) for of_w in ctx.parts)
-        dW2 = scaled_product(post_t, g_t, post_scale, dw2_scale, out=dW2)
         dpre, dpre_t = relu_square_codes(g, codes[ctx.i, 1], g_scale, w2_scale, dpre_scale, ctx.dpre_max[ctx.i], post,
                                          post_scale)
-        return (scaled_product(dpre, codes_t[ctx.i, 0], dpre_scale, w1_scale),
-                scaled_product(dpre_t, x8_t, dpre_scale, x_scale, out=dW1), dW2, *[None] * 5)
+        products = scaled_products(
+            (dpre, codes_t[ctx.i, 0], dpre_scale, w1_scale), (dpre_t, x8_t, dpre_scale, x_scale, dW1),
+            (post_t, g_t, post_scale, dw2_scale, dW2))
+        return *products, *[None] * 5
 
 
 class Fp8Mlps(WeightCodes):
@@ -2258,9 +2273,7 @@ pointer_inputs = operation(
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
 # The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
-# HeadLoss takes one block of rows after another. The (N, V) logits never exist as a whole, the gradient does (2.5 GB of
-# codes at N = 49152); without FP8 it overwrites the logits.
-# With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
+# HeadLoss takes some rows at a time: of the (N, V) logits, only the gradient exists as a whole.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
 # Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
@@ -2295,10 +2308,10 @@ def multi_token_targets(targets, count):
 # results per clock and SM. exp, 1/x and exp would be three results per logit; two logits share a reciprocal
 # (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
 # The gradient is e u (1 - u) times loss_scale S / Σ. Until Σ is known, a register holds two of these products as fp16,
-# so two programs fit an SM: one reads while the other computes. Columns of targets are overwritten at the end.
+# so several programs fit an SM: one reads while another computes. Columns of targets are overwritten at the end.
 
 # (limit in columns, launch parameters); the first entry that fits is used.
-CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
+CE_LAUNCH = ((16384, dict(SEGMENT=1024, num_warps=4, maxnreg=96)),
              (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
 LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
 
@@ -2490,7 +2503,7 @@ class _HeadLoss(_Function):
             if sampled:  # PyTorch cannot select rows of FP8; D is a multiple of 8
                 codes_t = codes_t.view(torch.int64).index_select(0, candidates).view(E4M3)
             operands = x_t, codes_t if sampled else head.codes
-            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, True, head.dtype)
+            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, None, head.dtype, True)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
@@ -2510,9 +2523,9 @@ class _HeadLoss(_Function):
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
             grad_t, w = transposed(grad), transposed(w) if sampled else w
-            grad_h = scaled_product(grad, w, scale_g, head.scale_w, dtype=head.dtype)
             operands = (grad_t, x, scale_g, head.scale_x) if sampled else (x, grad_t, head.scale_x, scale_g)
-            grad_w = scaled_product(*operands, dtype=head.dtype)
+            grad_h, grad_w = scaled_products(
+                (grad, w, scale_g, head.scale_w, None, head.dtype), (*operands, None, head.dtype))
         else:
             grad_h = upstream * (grad @ w.t())
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
@@ -3094,9 +3107,7 @@ class Added(NamedTuple):
     previous: bool  # token n adds row n - 1 of the streams, the first token nothing
 
 
-@functools.cache
-def _nan(device, dtype):
-    return torch.full((1, 1), math.nan, device=device, dtype=dtype)
+_nan = functools.cache(lambda device, dtype: torch.full((1, 1), math.nan, device=device, dtype=dtype))
 
 
 def _without_memory(x):

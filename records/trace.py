@@ -112,26 +112,31 @@ def tell_apart(groups, whole):
     """Gives the kernels of each CUDA graph the regions of the same kernels in a group launched kernel by kernel.
 
     groups: the kernels of each micro-step or of each update, in order; whole: the region of those that a graph
-    launched. The kernels of a graph have the names and the order of the launches from which the graph was recorded;
-    only copies and memory sets have other names, such as memcpy32_post. Before these kernels the host copies the inputs
-    of the graph, and after them its loss; such copies keep the region `whole`. So do all kernels of a graph if no
-    earlier group has the same, since libraries choose other kernels for other lengths.
+    launched. The kernels of a graph have the names of the launches from which the graph was recorded, and those of one
+    name have their order; kernels of one name that run side by side may swap regions. Only copies and memory sets have
+    other names, such as memcpy32_post. Before and after a graph the host copies its inputs and its loss; such copies
+    keep the region `whole`. So do all kernels of a graph if no earlier group has the same, since libraries choose other
+    kernels for other lengths.
     """
-    def names(items):
-        return [re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", i.name) for i in items]
+    def by_name(items):
+        found = defaultdict(list)
+        for item in items:
+            found[re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", item.name)].append(item)
+        return found
 
-    known = []  # (names, regions) of each group that was launched kernel by kernel
+    known = []  # {name: kernels in order} of each group that was launched kernel by kernel
     for group in groups:
         if own := [n for n, i in enumerate(group) if i.region != whole]:
-            launched = group[own[0]:own[-1] + 1]
-            known.append((names(launched), [i.region for i in launched]))
+            known.append(by_name(group[own[0]:own[-1] + 1]))
             continue
-        found = names(group)
-        matches = ((regions, first) for wanted, regions in reversed(known)
-                   for first in range(len(found) - len(wanted) + 1) if found[first:first + len(wanted)] == wanted)
-        regions, first = next(matches, ((), 0))
-        for item, region in zip(group[first:], regions):
-            item.region = region
+        launch = Counter(item.launched for item in group).most_common(1)  # one call launches all kernels of a graph
+        found = by_name(item for item in group if item.launched == launch[0][0])
+        for launched in reversed(known):
+            if all(len(found[name]) == len(launched[name]) or name.startswith("mem") for name in {*found, *launched}):
+                for name, items in found.items():
+                    for item, model in zip(items, launched[name]):
+                        item.region = model.region
+                break
 
 
 def cover(items, free):

@@ -351,7 +351,7 @@ def fp8_cases():
         post, _ = tk.relu_square_codes(*up)
         yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up),
                    work("mlp", N, D, width, True),
-                   {"product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)}, **each)
+                   {"product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, fast=True)}, **each)
         down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
         yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down),
                    work("mlp_backward", N, D, width, True),

@@ -432,7 +432,7 @@ def test_views_of_the_stages():
     small = "--val_tokens=4096", "--val_batch_tokens=2048", *(f"--stage{i}.batch_tokens={128 * i}" for i in range(1, 5))
     views = T.attention_settings(T.parse_config(small), CPU, FP32)
     windows = [(view.short_window, view.long_window, view.pointer_window) for view in views]
-    assert windows == [(128, 384, 896), (384, 896, 2048), (640, 1408, 2048), (768, 1664, 2048), (768, 2560, 2048)]
+    assert windows == [(128, 384, 896), (384, 896, 3072), (640, 1408, 3072), (768, 1664, 3072), (768, 2560, 3072)]
     for narrow, states in (False, oracle_states()), (True, oracle_states((128, 384, 640, 768), 0.13)):
         for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):
             table, factor = view.rotary[narrow]

@@ -151,6 +151,19 @@ def test_gpu(corpus, name, graphs, mix):
     assert leaves(curve(args), name, "gpu_tolerance") is None
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("graphs", ["false", "true"])
+def test_side_by_side(corpus, monkeypatch, graphs):
+    """No kernel changes what another one still reads: all losses are those of one stream."""
+    fp8 = torch.cuda.get_device_capability() >= (8, 9)
+    args = [*corpus, *GPU, f"--cuda_graphs={graphs}", *SINGLE, "--model_dim=256",
+            *(f"--{knob}={fp8}".lower() for knob in ("fp8", "fp8_mlp", "fp8_qkv"))]
+    losses = [*curve(args)]
+    monkeypatch.setattr(T, "new_stream", lambda device, ranks: None)
+    monkeypatch.setattr(kernels, "_second_stream", lambda device: torch.cuda.current_stream())
+    assert losses == [*curve(args)] and np.isfinite(losses).all()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name, args", [
     ("record74", []), ("record", []),

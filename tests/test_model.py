@@ -133,7 +133,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     view = view._replace(rotary={key: (x.to(device, dtype), scale) for key, (x, scale) in view.rotary.items()})
     row_ids = {name: ids.to(device) for name, ids in rows.items()}
     documents = {paired: oracles.documents((1 + paired) * cu.to(device)) for paired in (False, True)}
-    h, point, _ = model(tokens[:-1].int().to(device), documents, row_ids, view,
+    h, point, *_ = model(tokens[:-1].int().to(device), documents, row_ids, view,
                         pieces_of(tokens[:-1], rows, device))
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()

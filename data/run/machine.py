@@ -5,6 +5,7 @@ import platform
 import socket
 import time
 import zlib
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -102,6 +103,29 @@ def wait_for(event, world, limit=PATIENCE):
         if time.monotonic() > end:
             raise RuntimeError(f"timed out waiting for {limit} s for a step of the GPUs")
         time.sleep(0.0002)
+
+
+def new_stream(device, ranks):
+    """A stream of a GPU whose kernels come before those of other streams. None on another device, and with several
+    ranks: beside their exchange nobody has tried it."""
+    return torch.cuda.Stream(priority=-1) if torch.device(device).type == "cuda" and ranks == 1 else None
+
+
+def on(stream):
+    """A context in which kernels are launched on a stream; None: as before."""
+    return torch.cuda.stream(stream) if stream else nullcontext()
+
+
+@contextmanager
+def beside(streams):
+    """In this context, the kernels of these streams (or None) run beside those of the current stream. They wait for
+    what it did before the context, and what it does after the context waits for them."""
+    streams = [*filter(None, streams)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    yield
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def all_come(rt, place, seconds=10) -> bool:

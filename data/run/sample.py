@@ -39,7 +39,7 @@ def forward(model, config, documents, attention):
 
 def log_probabilities(model, output, row):
     """Of every class as the token after token `row`, (padded vocabulary,) fp32."""
-    h, point, _ = output
+    h, point = output[:2]
     z = kernels.softcap(h[row] @ model.lm_head.to(h.dtype)).log_softmax(0)
     if point is None:
         return z
