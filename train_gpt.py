@@ -586,7 +586,7 @@ class Output(NamedTuple):
     h: Tensor  # (N, D), the final stream after its norm
     point: kernels.Point | None  # where the pointer head looks
     codes: tuple[Tensor, Tensor] | None = None  # of h in both layouts, where the head trains in FP8
-    embeddings: list[Tensor] = []  # of `GPT.lookup`, see `GPT.forward`
+    embeddings: list[Tensor] | None = None  # of `GPT.lookup`, see `GPT.forward`
 
 
 class LayerWeights(NamedTuple):
@@ -768,14 +768,14 @@ class GPT(nn.Module):
     def forward(self, tokens, documents, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, documents, row_ids and pieces: see Batch."""
         # In training, the lookup runs beside the many small kernels that prepare weights. Autograd does the same with
-        # the backward passes, as it runs each on the stream of its forward pass. The memory of the embeddings belongs
-        # to the stream of the lookup: it must not be free while others may read it, so `Output` keeps it.
+        # the backward passes, as it runs each on the stream of its forward pass. The embeddings lie in memory of the
+        # lookup's stream, which may use it again as soon as it is free. So `Output` keeps it for the backward pass.
         codes, stream = (self.codes, self.stream) if torch.is_grad_enabled() else ({}, None)  # only training is in FP8
         with beside([stream]):
             factors, weights = Factors(self), self.weights_of_layers(codes)
             with on(stream):
                 embeddings = self.lookup(tokens, row_ids, pieces)
-        kept = embeddings[:] if stream else []
+        kept = embeddings[:] if stream else None
         return self.layers(embeddings, factors, weights, codes, tokens, documents, attn)._replace(embeddings=kept)
 
     def lookup(self, tokens, row_ids, pieces=None):
@@ -1069,8 +1069,8 @@ class Sharded:
             self.state = {"m": zeros(part), "v": zeros(part)}
         if row.average and self.optim.average_blend:
             self.state["average"] = zeros(part)
-        # The update of a bank is a chain of small kernels. Those of several banks, and the large ones of tables, run
-        # side by side (tile sweep of MattBeton/modded-nanogpt, with three banks).
+        # The update of a bank is a chain of small kernels, which runs beside those of other banks and the large kernels
+        # of tables. MattBeton (profile/GRAM_SWEEP.md of a fork of modded-nanogpt) has three banks on three streams.
         self.stream = new_stream(rt.device, rt.world) if row.optim == "normuon" else None
 
     @staticmethod
@@ -1203,14 +1203,13 @@ class NorMuonAndAdam:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = each.start_reduction()
 
-        # Phase 2: for each parameter, wait for its reduction, update this rank's part, start its gather. `reductions`
-        # keeps their memory until all streams have read it.
+        # Phase 2: for each parameter, wait for its reduction, update this rank's part, start its gather.
         gathers = {}
         with beside(each.stream for each in updated.values()):
             for name, each in updated.items():
                 with on(each.stream):
                     with trace_range(f"wait {name}"):
-                        work, grad = reductions[name]
+                        work, grad = reductions.pop(name)
                         if work:
                             work.wait()
                     with trace_range(f"update {name}"):
@@ -1780,7 +1779,7 @@ class Trainer:
         with trace_range("loss"):
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
-        with trace_range("backward"), beside([self.model.stream]):
+        with trace_range("backward"), beside([self.model.stream]):  # there, the lookup adds to the gradients of tables
             add_gradients(loss, [*self.model.parameters(), *(table.local for table in self.shared)])
         return loss.detach()
 

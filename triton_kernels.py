@@ -1600,7 +1600,8 @@ class Fp8Projections(WeightCodes):
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
 # Hopper: one warp fetches, and two warp groups take turns: one multiplies while the other finishes its tile. 5 stages
-# of 32 KiB, and 32 KiB for each warp group, fill 224 of the 227 KiB of an SM. num_warps is that of a warp group.
+# of 32 KiB, and 32 KiB for each warp group, fill 224 of the 227 KiB of an SM; codes are faster with 4. num_warps is that
+# of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
               E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=4, num_warps=4)}
 
@@ -2503,7 +2504,7 @@ class _HeadLoss(_Function):
             if sampled:  # PyTorch cannot select rows of FP8; D is a multiple of 8
                 codes_t = codes_t.view(torch.int64).index_select(0, candidates).view(E4M3)
             operands = x_t, codes_t if sampled else head.codes
-            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, None, head.dtype, True)
+            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, dtype=head.dtype, fast=True)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W

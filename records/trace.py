@@ -44,6 +44,7 @@ class Item:
     launched: float  # host time
     kind: str = "compute"  # or communication, or transfer: between host and device
     region: str = ""
+    grid: str = ""  # numbers of programs
 
 
 class Host:
@@ -89,7 +90,8 @@ def kernels(events):
         name, stream = e["name"], e["args"].get("stream")
         latest[stream] = launches.get(e["args"].get("correlation"), latest.get(stream, -np.inf))
         kind = "communication" if name.startswith("nccl") else "transfer" if re.search("HtoD|DtoH", name) else "compute"
-        items.append(Item(name, e["ts"], e["ts"] + e["dur"], e["dur"], latest[stream], kind))
+        items.append(Item(name, e["ts"], e["ts"] + e["dur"], e["dur"], latest[stream], kind,
+                          grid=str(e["args"].get("grid"))))
     return items
 
 
@@ -112,19 +114,20 @@ def tell_apart(groups, whole):
     """Gives the kernels of each CUDA graph the regions of the same kernels in a group launched kernel by kernel.
 
     groups: the kernels of each micro-step or of each update, in order; whole: the region of those that a graph
-    launched. The kernels of a graph have the names of the launches from which the graph was recorded, and those of one
-    name have their order; kernels of one name that run side by side may swap regions. Only copies and memory sets have
-    other names, such as memcpy32_post. Before and after a graph the host copies its inputs and its loss; such copies
-    keep the region `whole`. So do all kernels of a graph if no earlier group has the same, since libraries choose other
-    kernels for other lengths.
+    launched. The kernels of a graph are those of the launches from which the graph was recorded, and those of one name
+    and grid have their order; if they run side by side, they may swap regions. Only copies and memory sets have other
+    names, such as memcpy32_post. Before a graph the host copies its inputs, and the last copy of a graph is that of its
+    loss; such copies keep the region `whole`. So do all kernels of a graph if no earlier group has the same, since
+    libraries choose other kernels for other lengths.
     """
     def by_name(items):
         found = defaultdict(list)
         for item in items:
-            found[re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", item.name)].append(item)
+            copied = re.match("mem(cpy|set)", item.name, re.I)
+            found[(copied[0].lower(), None) if copied else (item.name, item.grid)].append(item)
         return found
 
-    known = []  # {name: kernels in order} of each group that was launched kernel by kernel
+    known = []  # {(name, grid): kernels in order} of each group that was launched kernel by kernel
     for group in groups:
         if own := [n for n, i in enumerate(group) if i.region != whole]:
             known.append(by_name(group[own[0]:own[-1] + 1]))
@@ -132,9 +135,9 @@ def tell_apart(groups, whole):
         launch = Counter(item.launched for item in group).most_common(1)  # one call launches all kernels of a graph
         found = by_name(item for item in group if item.launched == launch[0][0])
         for launched in reversed(known):
-            if all(len(found[name]) == len(launched[name]) or name.startswith("mem") for name in {*found, *launched}):
-                for name, items in found.items():
-                    for item, model in zip(items, launched[name]):
+            if all(len(found[key]) == len(launched[key]) or key[1] is None for key in {*found, *launched}):
+                for key, items in found.items():
+                    for item, model in zip(items, launched[key]):
                         item.region = model.region
                 break
 

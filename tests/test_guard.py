@@ -152,11 +152,12 @@ def test_gpu(corpus, name, graphs, mix):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("preset", [["--preset=record"], SINGLE])
 @pytest.mark.parametrize("graphs", ["false", "true"])
-def test_side_by_side(corpus, monkeypatch, graphs):
+def test_side_by_side(corpus, monkeypatch, graphs, preset):
     """No kernel changes what another one still reads: all losses are those of one stream."""
     fp8 = torch.cuda.get_device_capability() >= (8, 9)
-    args = [*corpus, *GPU, f"--cuda_graphs={graphs}", *SINGLE, "--model_dim=256",
+    args = [*corpus, *GPU, f"--cuda_graphs={graphs}", *preset, "--model_dim=256",
             *(f"--{knob}={fp8}".lower() for knob in ("fp8", "fp8_mlp", "fp8_qkv"))]
     losses = [*curve(args)]
     monkeypatch.setattr(T, "new_stream", lambda device, ranks: None)

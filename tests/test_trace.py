@@ -68,10 +68,11 @@ class Recorder:
         return self.links
 
     def kernel(self, name, region, dur=None, link=None):
-        """By a graph's launch `link`, or its own after a gap. Distinct durations show a wrong region."""
+        """By a graph's launch `link`, or its own after a gap. Distinct durations show a wrong region. name@grid."""
+        name, _, grid = name.partition("@")
         gap, dur = 0 if link else self.gap, dur or self.random.randint(1, 1000)
         kind = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
-        self.event(kind, name, self.device + gap, dur, stream=7, correlation=link or self.launch())
+        self.event(kind, name, self.device + gap, dur, stream=7, correlation=link or self.launch(), grid=grid)
         self.device += gap + dur
         self.truth[region] += dur
         self.idle[region] += gap
@@ -179,6 +180,17 @@ def test_regions_of_several_ranks():
     collectives = {"reduce mlp_bank", "wait gather mlp_bank", "fetch rows"}
     for column, names in (0, rec.truth.keys() - collectives), (1, collectives):
         assert rec.regions(column, cuda_graphs=True) == as_ms({name: rec.truth[name] for name in names})
+
+
+def test_banks_side_by_side():
+    """Launched kernel by kernel, one bank follows the other; in a graph, their kernels alternate."""
+    rec, banks = Recorder(), ("update a: gram@1 gram@1", "update b: gram@2 gram@2")
+    for number in range(3):
+        if number == 2:
+            rec.truth.clear()
+        rec.play((f"step {number}", ("update", *((text[:8], text) for text in banks)) if number < 2 else rec.graph(
+            ("update", *2 * ("update b: gram@2", "update a: gram@1")))))
+    assert rec.regions(cuda_graphs=True) == as_ms(rec.truth)
 
 
 def test_short_names():

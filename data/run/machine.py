@@ -106,9 +106,10 @@ def wait_for(event, world, limit=PATIENCE):
 
 
 def new_stream(device, ranks):
-    """A stream of a GPU whose kernels come before those of other streams. None on another device, and with several
-    ranks: beside their exchange nobody has tried it."""
-    return torch.cuda.Stream(priority=-1) if torch.device(device).type == "cuda" and ranks == 1 else None
+    """A stream of a GPU whose kernels come first: a large kernel of another stream would make them wait for its end.
+    None on another device, and with several ranks, as no run has tried it beside their exchange."""
+    on_gpu = torch.device(device).type == "cuda"
+    return torch.cuda.Stream(device, priority=-1) if on_gpu and ranks == 1 else None
 
 
 def on(stream):

@@ -64,7 +64,7 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
                - 0.5 * system.fp8_mlp for layer in config.model.layers)
     training = kept * N * activation + head
     validation = VALIDATION_STREAMS * config.data.val_batch_tokens * activation
-    fixed, sent = 430 * 2**20 + codes + few, 0  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
+    fixed, sent = 620 * 2**20 + codes + few, 0  # 620 MiB: rotary tables, FP8 codes of the head, workspaces of streams
     if world > 1 and any(config.model.ngram_rows):
         rows = len(config.model.ngrams) * activation * max(N, config.data.val_batch_tokens)
         fixed += 3 * rows  # rows from all ranks, their gradients, rows of the next micro-batch
