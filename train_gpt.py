@@ -342,8 +342,8 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in it (records/2026-11-28_proven). It may have as many n-gram embeddings as record 92, whose
-    # documents of 3072 tokens it also has (records/2026-11-29_pairs).
+    # Mixtures do not pay in it (records/2026-11-28_proven). Record 92, too, has up to 85 million n-gram embeddings and
+    # documents of 3072 tokens (records/2026-11-29_pairs).
     "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(
         BASE, layers=wire(11, mix=False, sparse=True), ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270,
         cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385,
@@ -767,9 +767,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens, documents, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, documents, row_ids and pieces: see Batch."""
-        # In training, the lookup runs beside the many small kernels that prepare weights. Autograd does the same with
-        # the backward passes, as it runs each on the stream of its forward pass. The embeddings lie in memory of the
-        # lookup's stream, which may use it again as soon as it is free. So `Output` keeps it for the backward pass.
+        # In training, the lookup runs beside the many small kernels that prepare weights. Their backward passes are side
+        # by side, too: autograd runs a backward pass on the stream of its forward pass. The lookup's stream owns the
+        # memory of the embeddings and reuses it once it is free, so `Output` keeps them for the whole backward pass.
         codes, stream = (self.codes, self.stream) if torch.is_grad_enabled() else ({}, None)  # only training is in FP8
         with beside([stream]):
             factors, weights = Factors(self), self.weights_of_layers(codes)
@@ -1779,7 +1779,7 @@ class Trainer:
         with trace_range("loss"):
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
-        with trace_range("backward"), beside([self.model.stream]):  # there, the lookup adds to the gradients of tables
+        with trace_range("backward"), beside([self.model.stream]):  # the lookup's stream adds to gradients
             add_gradients(loss, [*self.model.parameters(), *(table.local for table in self.shared)])
         return loss.detach()
 

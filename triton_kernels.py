@@ -1600,8 +1600,7 @@ class Fp8Projections(WeightCodes):
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
 # Hopper: one warp fetches, and two warp groups take turns: one multiplies while the other finishes its tile. 5 stages
-# of 32 KiB, and 32 KiB for each warp group, fill 224 of the 227 KiB of an SM; codes are faster with 4. num_warps is that
-# of a warp group.
+# of 32 KiB (codes: 4, faster) and 32 KiB for each warp group fit the 227 KiB of an SM. num_warps: of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
               E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=4, num_warps=4)}
 
@@ -2504,7 +2503,8 @@ class _HeadLoss(_Function):
             if sampled:  # PyTorch cannot select rows of FP8; D is a multiple of 8
                 codes_t = codes_t.view(torch.int64).index_select(0, candidates).view(E4M3)
             operands = x_t, codes_t if sampled else head.codes
-            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, dtype=head.dtype, fast=True)
+            logits = lambda rows: scaled_product(
+                x[rows], codes_t, head.scale_x, head.scale_w, dtype=head.dtype, fast=True)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
@@ -2569,7 +2569,7 @@ class HeadLoss(WeightCodes):
         if exact:
             return loss_scale * self.losses(h, targets, weights, point).sum()
         targets = multi_token_targets(targets, weights.numel())
-        # Beyond the end, -1 takes the last candidate. The loss does not read what mass falls on it.
+        # A target of -1, beyond the end, picks the last candidate. The loss ignores the mass of such a target.
         masses = self.pointer(*point, targets if candidates is None else candidates[targets]) if point else (None, None)
         return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, codes, *masses)
 

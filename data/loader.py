@@ -206,7 +206,8 @@ def make_batch(tokens: np.ndarray, ends: np.ndarray, config, device, hash_ids=No
     row_ids = {table: rows} | ({"signs": sign_rows(hashed, config.model.ngrams)} if config.model.bigram_signs else {})
     pieces = {} if row is None else {"tokens": sorted_pieces(inputs), table: sorted_pieces(rows)}
     buffer, (inputs, targets, *rest) = to_device(
-        [inputs.astype(np.int32), targets, *documents.values(), *row_ids.values(), *pieces.values(), *candidates], device)
+        [inputs.astype(np.int32), targets, *documents.values(), *row_ids.values(), *pieces.values(), *candidates],
+        device)
     rest = iter(rest)
     documents, row_ids, pieces = (dict(zip(arrays, rest)) for arrays in (documents, row_ids, pieces))
     return Batch(buffer, inputs, targets, documents, row_ids, next(rest, None), pieces, exchange)

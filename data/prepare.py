@@ -94,7 +94,8 @@ def token_counts(paths) -> np.ndarray:
 
 def training_command(name: str, made: Path, separator: int) -> str:
     """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
-    length of one pass. The trainer fits the rest to the shards (`fit_memory`). Raises UserError when no run can start."""
+    length of one pass. The trainer fits the rest to the shards (`fit_memory`). Raises UserError when no run can
+    start."""
     import torch
     import train_gpt  # for the presets
     from data.run.memory import fit_memory
