@@ -767,9 +767,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens, documents, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, documents, row_ids and pieces: see Batch."""
-        # In training, the lookup runs beside the many small kernels that prepare weights. Their backward passes are side
-        # by side, too: autograd runs a backward pass on the stream of its forward pass. The lookup's stream owns the
-        # memory of the embeddings and reuses it once it is free, so `Output` keeps them for the whole backward pass.
+        # In training, the lookup runs beside the many small kernels that prepare weights, and so do their backward
+        # passes: autograd runs a backward pass on the stream of its forward pass. The lookup's stream owns the memory
+        # of the embeddings and reuses it once it is free, so `Output` keeps them for the whole backward pass.
         codes, stream = (self.codes, self.stream) if torch.is_grad_enabled() else ({}, None)  # only training is in FP8
         with beside([stream]):
             factors, weights = Factors(self), self.weights_of_layers(codes)
