@@ -726,7 +726,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.codes = {}  # label -> WeightCodes, of what trains in FP8
-        self.stream = new_stream(device, ranks)  # for `lookup`
+        self.stream = new_stream(device)  # for `lookup`
         self.with_attention, self.with_values, self.with_skip = map(
             config.layers_with, ("attention", "value_embed", "skip_from"))
         for param in config.table:
@@ -1071,7 +1071,7 @@ class Sharded:
             self.state["average"] = zeros(part)
         # The update of a bank is a chain of small kernels, which runs beside those of other banks and the large kernels
         # of tables. MattBeton (profile/GRAM_SWEEP.md of a fork of modded-nanogpt) has three banks on three streams.
-        self.stream = new_stream(rt.device, rt.world) if row.optim == "normuon" else None
+        self.stream = new_stream(rt.device) if row.optim == "normuon" else None
 
     @staticmethod
     def padded(x, length):
