@@ -25,10 +25,12 @@ from data.shards import Shards, read_shard
 def ngram_hash(tokens: np.ndarray, order: int, factors, modulus: int, rest: int) -> np.ndarray:
     """A number below `modulus` for each token and the order - 1 tokens before it, (N,) int32; `rest` for the first
     order - 1 tokens. K1."""
-    hashed, tokens = np.full(len(tokens), rest, np.int32), tokens.astype(np.int64)
+    # The products of 16-bit tokens and factors fit in 32 bits. NumPy takes `//` of these five times as fast as `%`.
+    hashed, tokens = np.full(len(tokens), rest, np.int32), tokens.astype(np.uint32)
     whole = max(0, len(tokens) - order + 1)  # n-grams
     parts = (factor * tokens[order - 1 - i:][:whole] for i, factor in enumerate(factors[:order]))
-    hashed[order - 1:] = functools.reduce(np.bitwise_xor, parts) % modulus
+    mixed = functools.reduce(np.bitwise_xor, parts)
+    hashed[order - 1:] = mixed - mixed // modulus * modulus
     return hashed
 
 
@@ -70,7 +72,7 @@ def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, g
     if len(ids) > count:
         return None
     start = row * (int(0.618 * classes) | 1) % classes  # the golden ratio spreads the starts evenly
-    sweep = two_sweeps(classes)[start:start + classes]
+    sweep = two_sweeps(classes)[start:start + count]  # has enough others, whatever is taken
     ids = np.concatenate([ids, sweep[~taken[sweep]][:count - len(ids)]])
     positions = np.empty(classes, np.int64)
     positions[ids] = np.arange(count)
