@@ -76,7 +76,7 @@ def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, g
     ids = np.concatenate([ids, sweep[~taken[sweep]][:count - len(ids)]])
     positions = np.empty(classes, np.int64)
     positions[ids] = np.arange(count)
-    return ids, positions[targets]
+    return ids, positions.take(targets)
 
 
 def document_of_tokens(ends: np.ndarray, N: int) -> np.ndarray:
@@ -100,15 +100,16 @@ def sorted_pieces(ids: np.ndarray) -> np.ndarray:
     """
     # NumPy sorts numbers of 16 bits by radix: 65536 ids take 1.2 ms here, 3.6 as numbers of 64 bits (AMD EPYC).
     N, order, high = len(ids), np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
-    if high.any():
-        order = order[np.argsort(high[order], kind="stable")]
-    ids = ids[order]
+    if high.any():  # `take` is faster than brackets
+        order = order.take(np.argsort(high.take(order), kind="stable"))
+    ids = ids.take(order)
     first = np.ones(N, bool)  # whether an id begins here
     np.not_equal(ids[1:], ids[:-1], out=first[1:])
     begins = np.flatnonzero(first)
     ends = np.append(begins[1:], N)[:len(begins)]
-    several = ends - begins > PIECE
-    lengths = -(-(ends - begins)[several] // PIECE)  # of the groups, in pieces
+    sizes = ends - begins
+    several = sizes > PIECE
+    lengths = -(-sizes[several] // PIECE)  # of the groups, in pieces
     groups = np.cumsum(lengths) - lengths
     cuts = np.repeat(begins[several] - PIECE * groups, lengths) + PIECE * np.arange(lengths.sum())
     cut_ends = np.minimum(cuts + PIECE, np.repeat(ends[several], lengths))
@@ -199,7 +200,7 @@ def make_batch(tokens: np.ndarray, ends: np.ndarray, config, device, hash_ids=No
     inputs, targets = tokens[:-1], tokens[1:].astype(np.int64)
     sampled = count and sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)
     *candidates, targets = sampled or [targets]
-    hashed = inputs if hash_ids is None else hash_ids[inputs]
+    hashed = inputs if hash_ids is None else hash_ids.take(inputs)
     rows, exchange, table = ngram_rows(hashed, config.model.ngrams), None, config.model.ngram_table
     if router is not None:
         rows, exchange = router(rows, on_device, row is not None)
