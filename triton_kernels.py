@@ -1922,10 +1922,9 @@ class _MlpFp8(_Function):
         dW1, dW2 = (of_w and of_w(grad, *ctx.shape) for of_w in ctx.parts)
         dpre, dpre_t = relu_square_codes(g, codes[ctx.i, 1], g_scale, w2_scale, dpre_scale, ctx.dpre_max[ctx.i], post,
                                          post_scale)
-        products = scaled_products(
+        return *scaled_products(
             (dpre, codes_t[ctx.i, 0], dpre_scale, w1_scale), (dpre_t, x8_t, dpre_scale, x_scale, dW1),
-            (post_t, g_t, post_scale, dw2_scale, dW2))
-        return *products, *[None] * 5
+            (post_t, g_t, post_scale, dw2_scale, dW2)), *[None] * 5
 
 
 class Fp8Mlps(WeightCodes):
@@ -1996,8 +1995,9 @@ class Fp8Mlps(WeightCodes):
 
 # The arguments of `pointer` that do not depend on the targets.
 Point = collections.namedtuple("Point", "q k sink tokens start end window scale")
+POINTER_BLOCK = {torch.bfloat16: 64, torch.float32: 32}
 # The forward pass loads blocks of keys ahead. The backward pass does not, so that more programs share an SM.
-POINTER_LAUNCH = {torch.bfloat16: dict(BLOCK=64, num_warps=4), torch.float32: dict(BLOCK=32, num_warps=4)}
+POINTER_LAUNCH = {"forward": dict(num_warps=4, num_stages=3), "backward": dict(num_warps=4, num_stages=1)}
 
 
 def pointer_attention(q, k, sink, start, window, scale, rows):
@@ -2126,11 +2126,11 @@ def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End
 
 class _Pointer(_Function):
     def forward(ctx, q, k, sink, tokens, start, end, window, scale, targets):
-        (N, D), count, launch = q.shape, targets.size(1), POINTER_LAUNCH[q.dtype]
+        (N, D), count, block = q.shape, targets.size(1), POINTER_BLOCK[q.dtype]
         mass, sink_mass, lse = sink.new_empty((N, count)), torch.empty_like(sink), torch.empty_like(sink)
-        _pointer_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
-            q, _head_tiles(k[:, None], launch["BLOCK"]), sink, tokens, (targets, *targets.stride()), start, mass,
-            sink_mass, lse, N, window, scale, COUNT=count, D=D, num_stages=3, **launch)
+        _pointer_kernel[(triton.cdiv(N, block),)](
+            q, _head_tiles(k[:, None], block), sink, tokens, (targets, *targets.stride()), start, mass, sink_mass, lse,
+            N, window, scale, COUNT=count, D=D, BLOCK=block, **POINTER_LAUNCH["forward"])
         ctx.save_for_backward(q, k, tokens, targets, start, end, mass, sink_mass, lse)
         ctx.window, ctx.scale = window, scale
         return mass, sink_mass
@@ -2138,11 +2138,11 @@ class _Pointer(_Function):
     def backward(ctx, dmass, dsink_mass):
         q, k, tokens, targets, start, end, mass, sink_mass, lse = ctx.saved_tensors
         dot = (dmass * mass).sum(1) + dsink_mass * sink_mass
-        dq, dk, dmass, launch = torch.empty_like(q), torch.empty_like(k), dmass.contiguous(), POINTER_LAUNCH[q.dtype]
-        _pointer_backward_kernel[(2 * triton.cdiv(len(q), launch["BLOCK"]),)](
-            q, k, *(_head_tiles(x[:, None], launch["BLOCK"]) for x in (q, k)), tokens, (targets, *targets.stride()),
-            start, end, lse, dot, dmass, dq, dk, len(q), ctx.window, ctx.scale, COUNT=targets.size(1), D=q.size(1),
-            num_stages=1, **launch)
+        dq, dk, dmass, block = torch.empty_like(q), torch.empty_like(k), dmass.contiguous(), POINTER_BLOCK[q.dtype]
+        _pointer_backward_kernel[(2 * triton.cdiv(len(q), block),)](
+            q, k, *(_head_tiles(x[:, None], block) for x in (q, k)), tokens, (targets, *targets.stride()), start, end,
+            lse, dot, dmass, dq, dk, len(q), ctx.window, ctx.scale, COUNT=targets.size(1), D=q.size(1), BLOCK=block,
+            **POINTER_LAUNCH["backward"])
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
@@ -2273,7 +2273,7 @@ pointer_inputs = operation(
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
 # The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
-# HeadLoss takes some rows at a time: of the (N, V) logits, only the gradient exists as a whole.
+# HeadLoss computes the logits of some rows at a time. Only their gradient (N, V) exists for all rows at once.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
 # Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
@@ -2569,7 +2569,7 @@ class HeadLoss(WeightCodes):
         if exact:
             return loss_scale * self.losses(h, targets, weights, point).sum()
         targets = multi_token_targets(targets, weights.numel())
-        # A target of -1, beyond the end, picks the last candidate. The loss ignores the mass of such a target.
+        # A target beyond the end is -1 and picks the last candidate. The loss ignores the mass of this candidate.
         masses = self.pointer(*point, targets if candidates is None else candidates[targets]) if point else (None, None)
         return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, codes, *masses)
 

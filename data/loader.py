@@ -72,7 +72,7 @@ def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, g
     if len(ids) > count:
         return None
     start = row * (int(0.618 * classes) | 1) % classes  # the golden ratio spreads the starts evenly
-    sweep = two_sweeps(classes)[start:start + count]  # has enough others, whatever is taken
+    sweep = two_sweeps(classes)[start:start + count]  # at most len(ids) of these classes are taken
     ids = np.concatenate([ids, sweep[~taken[sweep]][:count - len(ids)]])
     positions = np.empty(classes, np.int64)
     positions[ids] = np.arange(count)

@@ -132,14 +132,13 @@ def tell_apart(groups, whole):
         if own := [n for n, i in enumerate(group) if i.region != whole]:
             known.append(by_name(group[own[0]:own[-1] + 1]))
             continue
-        launch = Counter(item.launched for item in group).most_common(1)  # one call launches all kernels of a graph
-        found = by_name(item for item in group if item.launched == launch[0][0])
-        for launched in reversed(known):
-            if all(len(found[key]) == len(launched[key]) or key[1] is None for key in {*found, *launched}):
-                for key, items in found.items():
-                    for item, model in zip(items, launched[key]):
-                        item.region = model.region
-                break
+        [(launch, _)] = Counter(item.launched for item in group).most_common(1)  # one call launches a whole graph
+        found = by_name(item for item in group if item.launched == launch)
+        same = next((each for each in reversed(known) if all(
+            len(found[key]) == len(each[key]) or key[1] is None for key in {*found, *each})), {})
+        for key, items in found.items():
+            for item, model in zip(items, same.get(key, ())):
+                item.region = model.region
 
 
 def cover(items, free):

@@ -19,7 +19,7 @@ from data.loader import make_batch
 from data.run.config import check_config, with_knobs
 from data.run.launch import allowed_cores
 from data.run.length import stage_starts, with_minutes
-from data.run.machine import of_rank_0
+from data.run.machine import beside, of_rank_0, on
 from data.run.program import UserError
 from data.run.start import survey_training_data
 from data.run.state import load_state
@@ -232,11 +232,8 @@ class MicroStepGraphs:
 
     def run_eagerly(self, run, *args):
         """run(*args) without a graph, on the stream of the graphs."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            result = run(*args)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return result
+        with beside([self.stream]), on(self.stream):
+            return run(*args)
 
     def capture(self, run, *args):
         """(graph, result) of run(*args), which is captured and not run."""
