@@ -128,7 +128,7 @@ def tell_apart(groups, whole):
         return found
 
     known = []  # {(name, grid): kernels in order} of each group that was launched kernel by kernel
-    for group in groups:
+    for group in filter(None, groups):
         if own := [n for n, i in enumerate(group) if i.region != whole]:
             known.append(by_name(group[own[0]:own[-1] + 1]))
             continue
