@@ -1439,7 +1439,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     if it is known. profiler: class Profiler, or None.
     """
     config, ops, _ = choose_kernels(config, rt.device)
-    config, faults = replace_faulty_kernels(config, ops, rt, log) if config.system.kernels == "auto" else (config, [])
+    config, faults = replace_faulty_kernels(config, ops, rt, log) if config.system.kernels != "torch" else (config, [])
     config, ops, choices = choose_kernels(config, rt.device)
     watch.lap("trial")
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
@@ -1668,8 +1668,10 @@ class Trainer:
             if self.whole and (system.save or system.save_every) and not isinstance(error, NotFinite):
                 with suppress(Exception):  # the first error is the one to tell
                     if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
-                        self.log_losses(keep=0)
+                        self.synchronize()
+                        require_finite(sum(loss.item() for _, _, loss, *_ in self.losses), "sum of the last losses")
                         save(self, *self.whole)
+                        self.log_losses(keep=0)  # after the checkpoint, since the log may be what failed
             raise
 
     def timed_run(self) -> tuple[float, Clock]:

@@ -244,6 +244,11 @@ class Shard:
         return self.starts[cursor:cursor + last + 1], lengths[:last + 1], cursor + last + 1
 
 
+def no_row(tokens, max_doc_len) -> UserError:
+    return UserError(f"no training shard fills a row of {tokens} tokens with documents cut at {max_doc_len}; use more"
+                     " data or a smaller batch (--stage1.batch_tokens ...)")
+
+
 class Loader:
     """Training batches of one rank. The order of documents does not depend on the number of ranks.
 
@@ -342,9 +347,7 @@ class Loader:
                     while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
                         shard, cursor, tried = shard + 1, 0, tried + 1
                         if tried > len(self.files):
-                            raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
-                                            f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens"
-                                            " ...)")
+                            raise no_row(tokens, max_doc_len)
                         if shard == len(self.files):
                             self.warn("training data exhausted: starting again with the first shard; a second pass"
                                       " raises the validation loss")

@@ -238,9 +238,11 @@ def test_the_length_of_a_run_from_a_checkpoint(base):
     """Steps follow the tokens; the batch grows with their root from that of the checkpoint."""
     saved = T.parse_config([f"--init_from={base.saved[STEPS]}"])
     tokens = 64 * sum(saved.schedule.stages[0].batch_tokens for _ in range(STEPS))
-    longer = T.parse_config([f"--init_from={base.saved[STEPS]}", f"--train_tokens={tokens}", "--muon_warmup=0.2"])
+    args = [f"--init_from={base.saved[STEPS]}", f"--train_tokens={tokens}", "--muon_warmup=0.2"]
+    longer, on_four = T.parse_config(args), T.parse_config(args, 4)
     ratio = longer.schedule.stages[0].batch_tokens / saved.schedule.stages[0].batch_tokens
     assert 5 < ratio < 11 and longer.schedule.scheduled_steps > 40 and longer.model == saved.model
+    assert on_four.schedule == longer.schedule
 
 
 def test_from_two_ranks_to_one_and_back(corpus, tmp_path):

@@ -553,6 +553,15 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
     assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 
 
+def test_a_start_tells_of_documents_that_fill_no_row(tmp_path):
+    config = T.Config(model=MODEL, system=T.System(micro_batches=128), data=T.Data(train_files=f"{tmp_path}/*.bin"))
+    write_shard(tmp_path / "1.bin", np.array([SEP] + [3] * 9000, np.uint16))
+    with pytest.raises(UserError, match="no training shard fills a row of 1024 tokens with documents cut at 896"):
+        survey_training_data(config)
+    write_shard(tmp_path / "2.bin", np.resize([SEP, *[3] * 9], 4000))
+    survey_training_data(config)
+
+
 @pytest.mark.parametrize("classes, count, tokens, most, rows", [
     (128, 30, 4, 128, 15), (640, 256, 20, 640, 9), (50304, 8192, 16, 50304, 21),
     (640, 256, 2000, 200, 60), (32768, 8192, 40000, 4000, 60)])  # few negatives; sizes with a large common factor

@@ -114,8 +114,8 @@ def test_faults_of_all_ranks(monkeypatch):
     monkeypatch.setattr(trial.dist, "all_gather_object", gather)
     assert trial.replace_faulty_kernels(config, ops, Runtime(0, 2, CPU))[0].system.kernels == "mlp:torch"
     monkeypatch.setattr(trial, "is_tested", lambda device: False)
-    config, lines = trial.replace_faulty_kernels(config, ops, Runtime(0, 2, CPU))
-    assert config.system.kernels == "XXT:torch,mlp:torch" and len(lines) == 2
+    config, lines = trial.replace_faulty_kernels(setting("--kernels=XTX:torch")[0], ops, Runtime(0, 2, CPU))
+    assert config.system.kernels == "XTX:torch,XXT:torch,mlp:torch" and len(lines) == 2
     assert re.fullmatch(r"warning: on .+, with PyTorch 2\..+ and Triton .+, the kernel of mlp differs by 0\.3; PyTorch"
                         r" replaces it, which is slower and takes more memory\. Please report this line\.", lines[1])
 
@@ -147,15 +147,12 @@ def test_errors_that_end_the_run(monkeypatch, error, message):
 def test_a_run_does_without_a_faulty_kernel(tmp_path, monkeypatch, capsys):
     for name in "train", "val":
         oracles.write_shard(tmp_path / f"{name}.bin", [256, *range(60)] * 80)
-    choose = tk.choose_ops
-    monkeypatch.setattr(tk, "choose_ops", lambda device, wanted: choose(device, wanted.replace("auto", "mlp:triton")))
     monkeypatch.setitem(tk.IMPLEMENTATIONS, "mlp", {"triton": broken("mlp", "fails"), "torch": tk.mlp_ref})
     monkeypatch.setattr(trial, "is_tested", lambda device: False)
-    assert T.main(["--preset=cpu", *TINY, "--scheduled_steps=4",
-                   "--extension_steps=0", f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
-                   "--val_tokens=128", "--val_batch_tokens=128", "--val_every=0", "--sample_tokens=0",
-                   "--stage1.batch_tokens=64", "--stage2.batch_tokens=64", "--stage3.batch_tokens=64",
-                   f"--log_dir={tmp_path}"]) == 0
+    stages = [f"--stage{i}.batch_tokens=64" for i in (1, 2, 3)]
+    assert T.main(["--preset=cpu", *TINY, *stages, "--scheduled_steps=4", "--extension_steps=0", "--kernels=mlp:triton",
+                   f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin", f"--log_dir={tmp_path}",
+                   "--val_tokens=128", "--val_batch_tokens=128", "--val_every=0", "--sample_tokens=0"]) == 0
     log = next(tmp_path.glob("*.txt")).read_text()
     assert "the kernel of mlp fails (" in log and " mlp:torch " in log and "final_val_loss" in log
     out = capsys.readouterr().out

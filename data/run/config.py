@@ -471,7 +471,7 @@ def begun_config(values, world, default, gpu):
         changed = (f"--{key}" for key in values if key.startswith("layer")
                    or getattr(config.model, key, None) != getattr(saved.model, key, None))
         raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
-    return with_length(saved, values, lambda tokens: scaled(saved, tokens, world), world, gpu)
+    return with_length(saved, values, lambda tokens: scaled(saved, tokens), world, gpu)  # its batches suited its GPUs
 
 
 def resumed_config(values, preset, world, presets):

@@ -19,8 +19,8 @@ from data.run import launch
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
-LESS_MEMORY = ("end other programs, raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens or"
-               " --ngram_rows, or try --cuda_graphs=false")
+LESS_MEMORY = ("end other programs, lower --val_batch_tokens, try --cuda_graphs=false or, unless the run is resumed,"
+               " raise --micro_batches (16, 32: smaller forward passes) or lower --ngram_rows")
 
 
 class UserError(Exception):

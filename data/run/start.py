@@ -7,14 +7,14 @@ import re
 import shutil
 import sys
 import tempfile
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import triton_kernels as kernels
-from data.loader import Shard, require_validation_tokens
+from data.loader import Shard, no_row, require_validation_tokens
 from data.run.length import (
     BORDERS, best_size, h100s, loss_on_L, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device
@@ -40,10 +40,15 @@ def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
 
 def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
     """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits).
-    files: the training shards, which hold `available` tokens; reads the beginning of the first one."""
+    files: the training shards, which hold `available` tokens; reads the beginning of the first one, and more only where
+    that fills no row. Raises a UserError when no shard fills the row of a stage."""
     shard, stages = Shard(files[0], config.model, 2**22), config.schedule.stages
     batches, whole = np.array([stage.batch_tokens for stage in stages]), len(shard.tokens) < 2**22
     rows = batches // (config.system.micro_batches or 1)  # 0: nobody has chosen the number yet
+    for row, stage in zip(rows, stages) if config.system.micro_batches else ():
+        tried = chain([shard], (Shard(path, config.model) for path in files))
+        if not any(each.pack(0, row, stage.max_doc_len) for each in tried):
+            raise no_row(row, stage.max_doc_len)
     taken = [share_taken(shard, whole, row, stage.max_doc_len) for row, stage in zip(rows, stages)]
     trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / taken))
     passes = required / available

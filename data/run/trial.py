@@ -209,8 +209,9 @@ def replace_faulty_kernels(config, ops, rt, log=None):
         faults *= rt.world
         dist.all_gather_object(faults, faults[0])
     faults = {op: fault for found in faults for op, fault in found.items()}
-    references = ",".join(f"{op}:torch" for op in faults if op in kernels.IMPLEMENTATIONS)
-    config = with_knobs(config, kernels=references or config.system.kernels,
+    references = [f"{op}:torch" for op in faults if op in kernels.IMPLEMENTATIONS]
+    wanted = [config.system.kernels] if config.system.kernels != "auto" else []
+    config = with_knobs(config, kernels=",".join(wanted + references) or "auto",  # an operation's last choice counts
                          **{knob: False for knob in faults if knob not in kernels.IMPLEMENTATIONS})
     gpu = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else platform.machine()
     return config, [f"warning: on {gpu}, with PyTorch {torch.__version__} and Triton {kernels.triton.__version__}, the"
