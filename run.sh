@@ -69,10 +69,11 @@ for argument in "$@"; do
   [ "$argument" != --help ] || help=yes
   argument=$key$argument key=""
   case "$argument" in
-    --preset | --train_files | --resume | --init_from | --label) key=$argument= ;;  # --label -h is a signed factor
+    --preset | --train_files | --resume | --init_from | --sample | --label) key=$argument= ;;  # --label -h: a factor
     --preset=*) preset=${argument#*=} ;;
     --train_files=* | --check) data=given ;;  # a check downloads nothing
     --resume=?* | --init_from=?*) checkpoint=yes data=given ;;  # an empty value, as in a log, means none
+    --sample=?*) checkpoint=yes data=given NPROC=1 ;;
     --repeat | --repeat=* | --race) [ $mode != train ] || mode=repeat ;;
     -h) help=yes ;;
   esac
@@ -187,6 +188,7 @@ for n in 2 4 8; do
   [ "$gpus" -lt $n ] || procs=$n
 done
 procs=${NPROC:-$procs}
+case $procs in [1-9] | [1-9][0-9]) ;; *) die "NPROC=$procs: write 1, 2, 4 or 8" ;; esac
 if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # otherwise torchrun gives each process one thread
   cores=$(ask 'print(int(max(1, allowed_cores())))')
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
@@ -221,7 +223,7 @@ has_shards() {
   done
 }
 
-[ $mode != plan ] || "$python" train_gpt.py --help "$@" >/dev/null || exit  # --help reads the arguments first
+case $mode in plan | data) "$python" train_gpt.py --help "$@" >/dev/null || exit ;; esac  # it reads the arguments
 
 # prepare.py decides in 0.2 s whether Python's library is complete. It need not start if all files of FineWeb exist.
 case "$data$preset" in

@@ -514,18 +514,23 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     return checked
 
 
+def earlier(folder: Path) -> list[Path]:
+    """The files that a build replaces: the facts, then the shards, which may have been more, the validation's first."""
+    return [facts_file(folder), *(path for part in ("val", "train")
+                                  for path in folder.glob(f"{glob.escape(folder.name)}_{part}_*.bin"))]
+
+
 def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
-    # Shards of an earlier build, which may have been more, those of the validation first.
-    old = [path for part in ("val", "train") for path in folder.glob(f"{glob.escape(folder.name)}_{part}_*.bin")]
-    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *old:
+    old = earlier(folder)
+    for path in *old, *(folder / name for name in facts["train"] | facts["val"]):
         if os.path.isdir(path):
             raise UserError(f"{path} is a folder: remove it, and run the same command again")
     if folder.stat().st_dev != made.stat().st_dev:
         raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
-    for path in facts_file(folder), *old:
+    for path in old:
         path.unlink(missing_ok=True)
     for name in facts["train"]:
         os.replace(made / name, folder / name)
@@ -541,7 +546,15 @@ def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> Non
         raise UserError(f"--out {out}: another folder of data/ has that name, take another")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
-    files, known, notices = {}, set(), defaultdict(Counter)
+    folder = data_root() / "data" / out
+    if out == "__pycache__" or folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {out}: data/{out} is no folder of data, take another name")
+    files, known, notices, built = {}, set(), defaultdict(Counter), {*map(os.path.realpath, earlier(folder))}
+    try:  # the files of an earlier build are no text
+        facts = json.loads(facts_file(folder).read_text(encoding="utf-8"))
+        ours = {facts_file(folder).name, *facts["train"], *facts["val"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        ours = set()
     for given in paths:
         root = user_path(given)
         if not given or not os.path.exists(root):
@@ -549,7 +562,10 @@ def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> Non
         for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
                 notices["skipped {} that are no files (links to nothing, pipes, devices)"][key] += 1
-            elif (real := os.path.realpath(path)) in known:
+            elif (real := os.path.realpath(path)) in built:
+                if os.path.basename(real) not in ours:
+                    raise UserError(f"{path}: --out {out} would replace this file; move it, or take another name")
+            elif real in known:
                 notices[TWICE][key] += 1
             else:
                 known.add(real)

@@ -19,20 +19,20 @@ from data.run.program import UserError
 
 def expected_time(config, world):
     """(a line about the expected training time, whether it could be estimated)."""
-    schedule, model = config.schedule, config.model
+    schedule, model, whole = config.schedule, config.model, " for the whole run" * bool(config.system.resume)
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
     if not model.pointer or config.system.kernels != "auto":  # record74
         return "not known for this model or these kernels", True
     if find_device(config).type != "cuda":
-        return (f"{CPU_SECONDS_PER_TOKEN * total_tokens(schedule) / 60:.1f} minutes on two cores of an AMD EPYC for a"
-                " model like that of --preset=cpu; this machine was not measured"), True
+        return (f"{CPU_SECONDS_PER_TOKEN * total_tokens(schedule) / 60:.1f} minutes{whole} on two cores of an AMD EPYC"
+                " for a model like that of --preset=cpu; this machine was not measured"), True
     try:
         speed = h100s(measure_gpu(fp8=config.system.fp8_mlp), world)
     except UserError:
         return "not measured: too little memory of the GPU is free", False
     minutes = seconds(Size(model.model_dim, model.depth), total_tokens(schedule), speed) / 60
-    return f"about {minutes:.1f} minutes (a rough estimate from H100s, scaled to what this GPU can do)", True
+    return f"about {minutes:.1f} minutes{whole} (a rough estimate from H100s, scaled to what this GPU can do)", True
 
 
 def with_shards(survey, part, config, world):

@@ -51,7 +51,8 @@ FINALS = {"time s": 3, "loss": 4}  # the results in the tables, and their digits
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
        "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
 # A validation loss depends on these facts; older logs lack val_sha256.
-TEXT = {"vocab_size", "val_tokens", "val_tokens.few", "val_sha256"}
+FEW = "val_tokens.few"
+TEXT = {"vocab_size", "val_tokens", FEW, "val_sha256"}
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps", "train_tokens"}  # settings in which --exchange's two groups may differ
 
@@ -111,7 +112,7 @@ def read_run(path: Path) -> Run:
             settings, _, body = body.partition(RULE)
         run.facts = {key: match[1] for key, pattern in MACHINE.items() if (match := re.search(pattern, machine))}
         facts = dict(re.findall(r"^([\w.]+): ?(.*)$", settings, re.M))
-        used = Counter(GPU.findall(machine)[:int(facts.get("ranks", 8)) * (facts.get("device", "cuda") == "cuda")])
+        used = Counter(GPU.findall(machine)[:int(facts.get("ranks") or 8) * (facts.get("device", "cuda") == "cuda")])
         run.facts |= {"gpus": ", ".join(f"{n} × {name}" for name, n in used.items()) or "none"} | facts
 
     # Generated text may look like lines of steps and like results. No step follows it, and the results do.
@@ -533,8 +534,10 @@ def report(groups, target, names=None) -> str:
                             " this mean and scatter")
 
     differing = [row for pair in pairs(groups) for row in changes(*pair)] if others else []
-    if text := sorted({key for key, old, new in differing if key in TEXT and "–" not in (old, new)}):
-        warnings.append(f"{', '.join(text)} differ between the groups: their losses are not of the same text")
+    # – for `FEW` means all tokens, for the others not known.
+    if text := {key for key, old, new in differing if key in TEXT and (key == FEW or "–" not in (old, new))}:
+        losses = "losses before the end" if text == {FEW} else "losses"
+        warnings.append(f"{', '.join(sorted(text))} differ between the groups: their {losses} are not of the same text")
     if machine := {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}:
         warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 

@@ -78,6 +78,10 @@ def search(arguments) -> dict[str, list[str]]:
     lists = {argument: [match[1], match[2].split(",")] for argument in arguments
              if (match := VALUES.fullmatch(argument)) and match[1].split(".")[-1] not in others}
     rest = [argument for argument in arguments if argument not in lists]
+    keys = [argument.partition("=")[0] for argument in arguments]
+    for argument, (key, values) in lists.items():
+        if keys.count(f"--{key}") > 1 or len({*values}) < len(values):
+            raise UserError(f"{argument}: a search takes each knob once, with values that differ")
     signed = len(lists) > 1 and all(len(values) == 2 for _, values in lists.values())
     labels = {}
     for choice in product(*([(key, i, value) for i, value in enumerate(values)] for key, values in lists.values())):

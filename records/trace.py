@@ -468,7 +468,7 @@ def main(paths) -> int:
             data = user_path(path).read_bytes()
             trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             print(f"{path}\n{table(analyse(trace))}\n")
-        except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
+        except (OSError, EOFError, AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise UserError(f"{path}: {one_line(error)}") from None
     return 0
 

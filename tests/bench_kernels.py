@@ -67,8 +67,7 @@ OWN_WORK = {  # bytes of the operations that records/trace.py leaves out
     # passes: how often a sum of streams reads or writes a bf16 tensor (N, D); two codes (FP8) count as one
     **dict.fromkeys(("mix", "mix_backward", "added_backward"), lambda N, D, passes: 2 * N * D * passes),
     "token_gate": lambda N, channels: N * (2 * channels + 4),
-    "token_gate_backward": lambda N, channels: N * (4 * channels + 4),
-    "exclude_values": lambda N, D: 6 * N * D,
+    "token_gate_backward": lambda N, channels: N * (4 * channels + 4), "exclude_values": lambda N, D: 6 * N * D,
     "output_grad": lambda N, D, excludes: (10 if excludes else 4) * N * D,
     "quantise_weights": lambda size: 4 * size,  # without the largest weights
     "signed_rows": lambda N, D, orders: 2 * N * D * (orders + 1)}  # the signs are few rows, which the cache holds

@@ -169,8 +169,7 @@ def mlp(params, i, x):
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
-                 dynamic=(), mix=None, signs=None, narrow=(), narrow_state=None, layers=LAYERS, backout=7,
-                 **settings):
+                 dynamic=(), mix=None, signs=None, narrow=(), narrow_state=None, layers=LAYERS, backout=7, **settings):
     """The normalised output h (N, D) of the model, before the head.
 
     settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:

@@ -130,7 +130,7 @@ CASES = {"check": [
     # 1760 steps of 1024 tokens; each takes one shard, of which the first has 1800 tokens.
     ("", "training data", "yes", "2 files, 3,000 tokens; the run takes 1,802,240, with what is cut off long documents"
      f" about {1760 * 1800:,.0f}: 1056.00 passes;"
-     " a second pass raises the validation loss: one takes --train_tokens=1700"),
+     " a second pass raises the validation loss: --train_tokens=1700 is about one"),
     ("", "validation data", "yes", "2 files, 65,537 tokens, 65,537 of them used"),
     ("--device=mps", "device", "no", "--device=mps needs a Mac whose GPU PyTorch can use, .*; try --device=cpu"),
     ("--device=mps", "device", "yes", "GPU of a Mac, ranks 1, .* fp8 no, tma no", MAC),
@@ -143,13 +143,12 @@ CASES = {"check": [
     ("--train_files={d}/other.bin", "training data", "no", ".*other.bin.*no document separator.*256.*"),
     ("--train_files={d}/below_*.bin", "training data", "no", ".*below_.*.bin.* 1024 tokens.* 1025:.*--micro_batches"),
     ("--scheduled_steps=12000", "training data", "maybe", ".* passes; a second pass raises the validation loss: .*"),
-    ("--minutes=1", "training data", "yes",
-     "2 files, 3,000 tokens; --minutes will choose how many the run takes"),
+    ("--minutes=1", "training data", "yes", "2 files, 3,000 tokens; --minutes will choose how many the run takes"),
     ("--minutes=1", "time", "yes", "1 min, as --minutes says"),
     ("--val_files={d}/val_short.bin", "validation data", "yes", "1 files, 65,536 tokens, 65,409 of them used"),
     ("--val_files={d}/val_tiny.bin", "validation data", "no", ".*16 tokens.*65537: lower --val_tokens.*"),
-    ("--train_files={d}/[tx]*_[12].bin", "validation data", "maybe", "the run trains on val_2.bin, which is also a file of"
-     " the validation; 2 files, 65,537 tokens, 65,537 of them used"),  # through a link
+    ("--train_files={d}/[tx]*_[12].bin", "validation data", "maybe", "the run trains on val_2.bin, which is also a file"
+     " of the validation; 2 files, 65,537 tokens, 65,537 of them used"),  # through a link
     ("--log_dir={d}/val_1.bin", "disk", "no",
      "cannot write a log in /.*/val_1.bin; choose another --log_dir .Not a directory."),
     ("--log_dir=/proc/x/logs", "disk", "no",

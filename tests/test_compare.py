@@ -141,7 +141,7 @@ def test_validations_on_few_tokens():
     ("step:20/20 val_loss", "", 2, "it stopped at step 20 of 20"),
     ("\nstep:20/20 train_time:600ms step_avg:30.00ms\npeak", "", 2, "it stopped at step 20 of 20"),  # 3.3 may be cut
     ("70ms step_avg:30.00ms\nstep:20/20 train", "", 2, "it stopped at step 18 of 20"),
-    ("hardware_fp8", "", 0, "it stopped at step 0 of ?"),
+    ("hardware_fp8", "", 0, "it stopped at step 0 of ?"), ("hardware_fp8", "ranks: ", 0, "it stopped at step 0 of ?"),
     ("peak", "step:5/20 train_time:9ms step_avg:1.0ms\n", 3, "two runs are mixed: step 5 "),
     ("peak", "step:21/30 train_time:9ms step_avg:1.0ms\n", 3, "two runs are mixed: step 21 "),
     ("step:20/20 val_loss", "step:20/20 val_loss:nan\nstep:20/20 train_time:600ms step_avg:30.00ms\n", 3,
@@ -334,6 +334,8 @@ def test_the_target_of_the_track_is_not_one_for_bytes(capsys):
         groups = {"a": made((3.1, 3.2), vocab_size="257", val_sha256="0a"), "b": made((3.1, 3.2), vocab_size=str(size))}
         warning = "vocab_size differ between the groups: their losses are not of the same text"
         assert (warning in compare.report(groups, None)) == has_target
+        few = compare.report({"a": made((3.1, 3.2)), "b": made((3.1, 3.2), **{compare.FEW: "9"})}, None)
+        assert "val_tokens.few differ between the groups: their losses before the end are not of the same text" in few
         for i, loss in enumerate((1.1, 1.2)):
             Path(f"{i}.txt").write_text(header(vocab_size=size) + steps({0: 5.0, 4: 2.0, 8: loss}))
         for option, shown in ((), has_target and "3.28"), (("--target=1.5",), "1.5"):
@@ -356,8 +358,7 @@ def test_exchange():
     assert rows == [
         ["against the baseline (95 %)", "tokens", "loss", "time s", "tokens saved %", "net time s"],
         ["wide", "1000000", "-0.0367 (-0.0439 to -0.0294)", "+1.100 (+0.663 to +1.537)", "+8.70 (+7.17 to +10.20)",
-         "+0.126 (-0.396 to +0.648)"],
-        ["one", "1000000", "-0.2100 (–)", "+0.900 (–)", "+40.61 (–)", "-3.567 (–)"]]
+         "+0.126 (-0.396 to +0.648)"], ["one", "1000000", "-0.2100 (–)", "+0.900 (–)", "+40.61 (–)", "-3.567 (–)"]]
     assert f"\n\n{line}\n\n| against the baseline" in compare.report(used, 3.28, ["short", "long"])
     assert warnings == ["exchange: short and long differ not only in length but in muon_warmup"]
     compare.exchange({"a": made((3.4, 3.1), None, 10), "b": made((3.3, 3.1), None, 20)}, "ab", warnings := [])

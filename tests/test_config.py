@@ -162,8 +162,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--preset=cpu --bigram_normal=1": "--vocab_size=257: --bigram_normal needs .* add --bigram_normal=false",
     "--vocab_size=50256": "--vocab_size=50256: --bigram_normal needs .* add --bigram_normal=false",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
-        "all layers are without attention",
-    "--stages=2": "--split_stage=4: must be one of the stages, 1 to 2",
+        "all layers are without attention", "--stages=2": "--split_stage=4: must be one of the stages, 1 to 2",
     "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
     "--val_tokens=1000": "--val_tokens=1000 --val_batch_tokens=262144: the first must be a multiple of the second",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
@@ -291,6 +290,7 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
         assert [key for key, value in flatten(config).items() if value == 16] == ["layers"]
     config, _ = mine("--train_tokens=5e7")
     assert config == with_knobs(scaled(deep, 5e7), train_tokens=total_tokens(config.schedule))
+    check_config(scaled(T.parse_config(["--preset=record74", "--scheduled_steps=200"]), 2e7), 1)  # ends in its warm-up
     assert config.optim.adam_lr == deep.optim.adam_lr < T.recipe(5e7).optim.adam_lr
     assert mine("--depth=6")[0].model.layers == T.wire(6)
     assert T.main(["--preset=mine", "--help"]) == 0 and "\n  --depth=16 " in capsys.readouterr().out
@@ -368,8 +368,7 @@ def test_slow_momentum():
     assert {p.slow_rate for p in slow} == {1 / 4.2} and {p.slow_share for p in plain} == {0.0}
 
 
-@pytest.mark.parametrize("scheduled, stage, split", [
-    (144, 3, 97), (145, 3, 97), (145, 1, 1), (146, 4, 147)])
+@pytest.mark.parametrize("scheduled, stage, split", [(144, 3, 97), (145, 3, 97), (145, 1, 1), (146, 4, 147)])
 def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     """It has to be a step on which Adam updates the still tied pair."""
     config = T.parse_config([f"--scheduled_steps={scheduled}", f"--split_stage={stage}"])
@@ -496,8 +495,7 @@ def test_parameters_of_features_that_record74_lacks():
         "dynamic_in": (*SMOOTH, 0.25, 1, (1, 64, 768), BF16), "dynamic_out": (*SMOOTH, 0.25, 1, (29, 64), FP32),
         "xsa_lambdas": (*SMOOTH, 1, 0, (2, 6), FP32), "mix_lambdas": (*SMOOTH, 1, 0, (11,), FP32),
         "pointer_weights": (*SMOOTH, 1, 1, (3, 128, 768), BF16), "pointer_sink": (*SMOOTH, 1, 0, (128,), FP32),
-        "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32),
-        "ngram_embed": ("rows", (0.0, None), 75, 5, (500, 768), BF16)}
+        "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32), "ngram_embed": ("rows", (0.0, None), 75, 5, (500, 768), BF16)}
     found = fresh(3, config)
     a, b, zeros = found["pointer_weights"]
     assert uniform(found["dynamic_in"], 768**-0.5) and not torch.equal(a, b) and not zeros.any()

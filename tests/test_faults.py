@@ -80,8 +80,7 @@ def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
 
 
 @pytest.mark.parametrize("signum, lines", [
-    (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["error: ended by SIGINT"]),
-    (signal.SIGKILL, None)])
+    (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["error: ended by SIGINT"]), (signal.SIGKILL, None)])
 def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
     """With one line, and the log has all that was done. What the parent ignores, as nohup does, ends nothing."""
     ignored = [signal.SIGHUP] + [signal.SIGINT, signal.SIGQUIT] * (signum == signal.SIGUSR1)

@@ -10,8 +10,7 @@ import pytest
 import train_gpt as T
 from data.run.config import System, flatten, with_knobs
 from data.run.length import (
-    CPU_SECONDS_PER_TOKEN, Size, h100s, needed_tokens, seconds, stage_starts, total_tokens, validations,
-    with_minutes)
+    CPU_SECONDS_PER_TOKEN, Size, h100s, needed_tokens, seconds, stage_starts, total_tokens, validations, with_minutes)
 from data.run.program import UserError
 from records import compare, rerun
 from test_checkpoint import train

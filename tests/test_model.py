@@ -26,8 +26,7 @@ FEATURES = {
                    dict(input_from={5: 3, 8: 7, 9: 8})),
     "xsa": (["--layer1.xsa=1", "--layer3.xsa=1", "--layer7.xsa=1", "--layer10.xsa=1"], dict(xsa=(1, 3, 7, 10))),
     "dynamic": (["--layer2.dynamic=1", "--layer6.dynamic=1"], dict(dynamic=(2, 6))),
-    "mix": (["--layer8.mix=1", "--layer4.skip_from=2", "--layer7.skip_from=1"],
-            dict(mix=8, skip={4: 2, 6: 3, 7: 1})),
+    "mix": (["--layer8.mix=1", "--layer4.skip_from=2", "--layer7.skip_from=1"], dict(mix=8, skip={4: 2, 6: 3, 7: 1})),
     "bigram": (["--bigram_tables=7.5", "--bigram_signs=1"], {}),
     "one lane": ([f"--layer{i}.two_lanes=0" for i in (7, 8, 9, 10)], dict(lanes_from=None)),
     "pointer": (["--pointer=1"], dict(pointer=(120, POINTER_WINDOW))),
@@ -133,8 +132,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     view = view._replace(rotary={key: (x.to(device, dtype), scale) for key, (x, scale) in view.rotary.items()})
     row_ids = {name: ids.to(device) for name, ids in rows.items()}
     documents = {paired: oracles.documents((1 + paired) * cu.to(device)) for paired in (False, True)}
-    h, point, *_ = model(tokens[:-1].int().to(device), documents, row_ids, view,
-                        pieces_of(tokens[:-1], rows, device))
+    h, point, *_ = model(tokens[:-1].int().to(device), documents, row_ids, view, pieces_of(tokens[:-1], rows, device))
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()
 

@@ -76,8 +76,7 @@ CASES = [  # document lengths, windows, numbers of targets
     ((1, 29, 2, 1, 31, 6, 5), (5, 10**6), (2, 3)),  # borders on and off tiles, documents of one token
     ((80, 20), (63, 1000), (3,)),  # a border within a tile, blocks on both sides
     ((2, 126), (62, 94), (4,)),  # full tiles; the last row of a block is the first that does not see the first key
-    ((1,) * 7, (0, 100), (1,)),
-    ((1,), (1,), (4,))]
+    ((1,) * 7, (0, 100), (1,)), ((1,), (1,), (4,))]
 NAMES = "mass", "sink_mass", "dq", "dk", "dsink"
 
 

@@ -269,6 +269,9 @@ def test_several_values_of_a_knob_are_a_search(capfd):
         "run.sh: search: +stage1.lr_mul is 1.2, -stage1.lr_mul 1, +pointer is true, -pointer false\n")
     three = repeat.search(["--muon_lr=.02,.03,1e-2", "--seed=1", "--fp8=true,false"])
     assert len(three) == 6 and three["muon_lr_1e-2_fp8_false"] == ["--seed=1", "--muon_lr=1e-2", "--fp8=false"]
+    for twice in ["--muon_lr=.02,.03", "--muon_lr=.05"], ["--muon_lr=.02,.02"]:
+        with pytest.raises(repeat.UserError, match="a search takes each knob once, with values that differ"):
+            repeat.search(twice)
 
 
 def test_a_race(folder, train):

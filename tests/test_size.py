@@ -110,8 +110,7 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
      " on corpus L, such runs are near 3.59 halfway and end near 3.23"),
     ("--minutes=0.5", 2, 1, 0, "30 s; the GPUs are worth 0.50 H100s;"
      " on corpus L, such runs are near 3.76 halfway and end near 3.38"),
-    ("--minutes=0.5", 1, 4, 2, "30 s; the GPUs are worth 3.48 H100s"),
-    ("--train_tokens=17e6", 1, 1, 0, "17M tokens"),
+    ("--minutes=0.5", 1, 4, 2, "30 s; the GPUs are worth 3.48 H100s"), ("--train_tokens=17e6", 1, 1, 0, "17M tokens"),
     ("--train_tokens=27e6", 4, 1, 0, "27M tokens; on corpus L, such runs are near 3.96 halfway and end near 3.54"),
     ("--train_tokens=155e6", 1, 1, 1, "155M tokens; on corpus L, such runs are near 3.44 halfway and end near 3.11"),
     ("--train_tokens=130e6", 1, 8, 1, "130M tokens; on corpus L, such runs are near 3.47 halfway and end near 3.14"),

@@ -74,7 +74,7 @@ def survey_training_data(config, world=1) -> tuple[str, bool]:
              f" about {passes * available:,.0f}: {passes:.2f} passes")
     if passes <= 1:
         return found, True
-    return f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}", trained < 1e7
+    return f"{found}; a second pass raises the validation loss: --train_tokens={one_pass} is about one", trained < 1e7
 
 
 def survey_validation_data(config, world=1) -> tuple[str, bool]:
