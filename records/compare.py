@@ -68,8 +68,8 @@ MACHINE = {
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 # A public log has the loss and the time of a step on one line. In a public log of 2024, step_avg is nan in the first
 # steps. Our logs have two lines for a step, which read_run joins.
-STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|nan|inf))?"
-                  r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)", re.M)
+STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:(\d+(?:\.\d+)?|nan|inf))?"
+                  r"(?: train_loss:(\d+(?:\.\d+)?|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)", re.M)
 TWO_LINES = re.compile(r"(step:\d+/\d+)( \w+_loss:\S+)\n\1( train_time:\d+ms step_avg:\S+)$", re.M)
 
 
@@ -136,7 +136,7 @@ def read_run(path: Path) -> Run:
             run.ms[step] = ms
         if trained:
             run.training[step] = float(trained)
-    few = re.search(r"^step:(\d+)/\1 val_tokens:(\d+) val_loss:([\d.]+)$", lines, re.M)
+    few = re.search(r"^step:(\d+)/\1 val_tokens:(\d+) val_loss:(\d+(?:\.\d+)?)$", lines, re.M)
     if few and run.total in run.losses:
         run.facts["val_tokens.few"], run.few = few[2], float(few[3])
     if not (headers or run.ms or run.losses):
