@@ -342,8 +342,8 @@ def recipe(tokens=340e6, gpus=1) -> Config:
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures do not pay in this preset (records/2026-11-28_proven). As record 92, it has up to 85 million n-gram
-    # embeddings and documents of 3072 tokens (records/2026-11-29_pairs).
+    # Mixtures do not pay in this preset (records/2026-11-28_proven). Like record 92, the preset has up to 85 million
+    # n-gram embeddings and documents of 3072 tokens (records/2026-11-29_pairs).
     "record": Preset(gpus=8, most_rows=85e6, config=with_knobs(
         BASE, layers=wire(11, mix=False, sparse=True), ngram_rows=(2.65e6, 2.65e6), scheduled_steps=1270,
         cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93), muon_warmup=0.2308, muon_cooldown=0.0385,

@@ -1996,7 +1996,7 @@ class Fp8Mlps(WeightCodes):
 # The arguments of `pointer` that do not depend on the targets.
 Point = collections.namedtuple("Point", "q k sink tokens start end window scale")
 POINTER_BLOCK = {torch.bfloat16: 64, torch.float32: 32}
-# The forward pass loads blocks of keys ahead. The backward pass does not, so that more programs share an SM.
+# The forward pass loads blocks of keys ahead. The backward pass loads none ahead, so more programs fit on an SM.
 POINTER_LAUNCH = {"forward": dict(num_warps=4, num_stages=3), "backward": dict(num_warps=4, num_stages=1)}
 
 

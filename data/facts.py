@@ -14,6 +14,11 @@ def facts_file(folder: Path) -> Path:
     return folder / f"{folder.name}.json"
 
 
+def shards_of(folder: Path) -> list[Path]:
+    """The shards in data/NAME that have its name, those of the validation first."""
+    return [path for part in ("val", "train") for path in folder.glob(f"{glob.escape(folder.name)}_{part}_*.bin")]
+
+
 def read_facts(folder: Path) -> dict:
     """{"order", "separator", "documents", "validation": which text it is, "train" and "val": {name of a shard: tokens},
     "unigram_entropy", "unigram_loss"} of the shards in data/NAME. The last two are the entropy of the training text,
@@ -34,7 +39,7 @@ def read_facts(folder: Path) -> dict:
         raise UserError(f"{path.name} is damaged ({error}); make it again: {remake}") from None
     if order != ORDER:
         raise UserError(f"{name}: another version of prepare.py made it; make it again: {remake}")
-    there = {path.name for part in ("train", "val") for path in folder.glob(f"{glob.escape(name)}_{part}_*.bin")}
+    there = {path.name for path in shards_of(folder)}
     if wrong := sorted(there ^ set(shards)):
         raise UserError(f"{wrong[0]} {'is of another build' if wrong[0] in there else 'is missing'}; make it"
                         f" again: {remake}")

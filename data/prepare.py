@@ -37,7 +37,7 @@ from data import require_packages  # noqa: E402
 require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
 
-from data.facts import ORDER, facts_file, read_facts  # noqa: E402
+from data.facts import ORDER, facts_file, read_facts, shards_of  # noqa: E402
 from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, Shards, data_root, digest, find_files, read_shard,
@@ -514,17 +514,11 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     return checked
 
 
-def earlier(folder: Path) -> list[Path]:
-    """The files that a build replaces: the facts, then the shards, which may have been more, the validation's first."""
-    return [facts_file(folder), *(path for part in ("val", "train")
-                                  for path in folder.glob(f"{glob.escape(folder.name)}_{part}_*.bin"))]
-
-
 def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
-    old = earlier(folder)
+    old = [facts_file(folder), *shards_of(folder)]  # an earlier build may have had more shards
     for path in *old, *(folder / name for name in facts["train"] | facts["val"]):
         if os.path.isdir(path):
             raise UserError(f"{path} is a folder: remove it, and run the same command again")
@@ -549,7 +543,8 @@ def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> Non
     folder = data_root() / "data" / out
     if out == "__pycache__" or folder.exists() and not folder.is_dir():
         raise UserError(f"--out {out}: data/{out} is no folder of data, take another name")
-    files, known, notices, built = {}, set(), defaultdict(Counter), {*map(os.path.realpath, earlier(folder))}
+    files, known, notices = {}, set(), defaultdict(Counter)
+    replaced = {*map(os.path.realpath, (facts_file(folder), *shards_of(folder)))}
     try:  # the files of an earlier build are no text
         facts = json.loads(facts_file(folder).read_text(encoding="utf-8"))
         ours = {facts_file(folder).name, *facts["train"], *facts["val"]}
@@ -562,7 +557,7 @@ def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> Non
         for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
                 notices["skipped {} that are no files (links to nothing, pipes, devices)"][key] += 1
-            elif (real := os.path.realpath(path)) in built:
+            elif (real := os.path.realpath(path)) in replaced:
                 if os.path.basename(real) not in ours:
                     raise UserError(f"{path}: --out {out} would replace this file; move it, or take another name")
             elif real in known:

@@ -138,7 +138,7 @@ def read_run(path: Path) -> Run:
             run.training[step] = float(trained)
     few = re.search(r"^step:(\d+)/\1 val_tokens:(\d+) val_loss:(\d+(?:\.\d+)?)$", lines, re.M)
     if few and run.total in run.losses:
-        run.facts["val_tokens.few"], run.few = few[2], float(few[3])
+        run.facts[FEW], run.few = few[2], float(few[3])
     if not (headers or run.ms or run.losses):
         raise UserError(f"{path}: not the log of a run (no line like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
     if mixed is not None:

@@ -348,8 +348,7 @@ def fp8_cases():
                    work("transpose_bytes", N * D), calls=2 * MICRO * count)
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
         post, _ = tk.relu_square_codes(*up)
-        yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up),
-                   work("mlp", N, D, width, True),
+        yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up), work("mlp", N, D, width, True),
                    {"product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, fast=True)}, **each)
         down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
         yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down),

@@ -156,7 +156,7 @@ def test_stray_and_broken_lines():
     good = steps({0: 9.0, 4: 5.0}).splitlines()
     good[2] = "[rank0] \x1b[K" + good[2]  # the loss of step 1
     good[5] = good[5][:22] + good[7]  # step 3 cuts off step 2
-    run = read_run(write("a.txt", "\r\n".join([*good[:6], "UserWarning: foo", *good[8:], "step:x",
+    run = read_run(write("a.txt", "\r\n".join([*good[:6], "UserWarning: foo", *good[8:], "step:x", "bar",
                                               "step:1/4 val_loss:1.2.3 train_time:9ms step_avg:9ms"])))
     assert run.finished and run.losses == {0: 9.0, 4: 5.0} and run.ms == {0: 0, 1: 30, 3: 90, 4: 120}
     assert run.training == {1: 5.1, 4: 5.4}

@@ -237,7 +237,8 @@ send = lambda number: [os.kill(os.getpid(), number), time.sleep(0.1)]
 """
 
 
-@pytest.mark.parametrize("code, end", [("send(10)", 138), ("send(2)", 130), ("stop.waits = True; send(2)", 130),
+@pytest.mark.parametrize("code, end", [
+    ("send(10)", 138), ("send(2)", 130), ("stop.waits = True; send(2)", 130),
     ("stop.waits = True; [send(number) for number in (24, 15, 15, 10, 1)]; print(stop.number)", "24"),
     ("stop.waits = True; send(15); time.sleep(1); send(15)", 143),
     ("stop.waits = True; over.append(1); send(15)", 143)])

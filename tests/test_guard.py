@@ -54,7 +54,8 @@ GUARD = ["--device=cpu", "--dtype=float32", "--fp8=false", "--fp8_mlp=false", "-
          # Decays go with their square and would not show in so few steps. An update of Adam by one step, which only
          # record74 lacks, has .84 of the rate for two.
          "--adam_lr=0.0016817928305074292", "--table_lr=0.002", "--muon_lr=0.00575", "--adam_wd=0.5",
-         "--muon_wd=120", "--width_lr_power=0", *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1)
+         "--muon_wd=120", "--width_lr_power=0",
+         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1)
            for key, value in zip(("batch_tokens", "max_doc_len", "short_window", "long_window"), stage))]
 GPU = ["--device=cuda", "--dtype=bfloat16"]
 RECORD74 = ["--preset=record74", "--adam_lr=0.002"]
@@ -93,7 +94,8 @@ def make_corpus(folder, bos=VOCABULARY - 1):
 def numbers_of_numpy():
     """Inside this context torch draws from NumPy: one seed gives torch other numbers on other devices."""
     rng = np.random.RandomState(3)
-    return patch.multiple(torch.Tensor,
+    return patch.multiple(
+        torch.Tensor,
         normal_=lambda x, mean=0.0, std=1.0, generator=None: x.copy_(
             torch.from_numpy(mean + std * rng.standard_normal(x.shape))),
         uniform_=lambda x, low, high, generator=None: x.copy_(torch.from_numpy(rng.uniform(low, high, x.shape))))
@@ -206,8 +208,7 @@ def polar_coefficient(monkeypatch):
 BREAKS = {
     "softcap 22.9": lambda monkeypatch: monkeypatch.setattr(kernels, "CAP", 22.9),
     "window short by one": attention(7, lambda window: window - 1),
-    "no key offset": attention(10, lambda offset: False),
-    "phases of paired heads": swapped_phases,
+    "no key offset": attention(10, lambda offset: False), "phases of paired heads": swapped_phases,
     "K6 not rounded": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self),
     "Polar Express, one coefficient": polar_coefficient,
     "rate of the value tables": lambda monkeypatch: monkeypatch.setattr(
