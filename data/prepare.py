@@ -14,7 +14,6 @@ and verified. After an interruption or damage, run the same command again.
 import argparse
 import array
 import codecs
-import glob
 import hashlib
 import itertools
 import json
@@ -536,13 +535,13 @@ def install(made: Path, folder: Path, facts: dict) -> None:
 def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
-    if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag"):
+    if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag", "__pycache__"):
         raise UserError(f"--out {out}: another folder of data/ has that name, take another")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
     folder = data_root() / "data" / out
-    if out == "__pycache__" or folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {out}: data/{out} is no folder of data, take another name")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {out}: data/{out} is no folder, take another name")
     files, known, notices = {}, set(), defaultdict(Counter)
     replaced = {*map(os.path.realpath, (facts_file(folder), *shards_of(folder)))}
     try:  # the files of an earlier build are no text

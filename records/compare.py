@@ -50,8 +50,8 @@ FINALS = {"time s": 3, "loss": 4}  # the results in the tables, and their digits
 # Settings that may differ between the runs of a group. Runs on several GPUs have their own caches.
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
        "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
-# A validation loss depends on these facts; older logs lack val_sha256.
 FEW = "val_tokens.few"
+# A validation loss depends on these facts; older logs lack val_sha256.
 TEXT = {"vocab_size", "val_tokens", FEW, "val_sha256"}
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps", "train_tokens"}  # settings in which --exchange's two groups may differ
@@ -68,8 +68,9 @@ MACHINE = {
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 # A public log has the loss and the time of a step on one line. In a public log of 2024, step_avg is nan in the first
 # steps. Our logs have two lines for a step, which read_run joins.
-STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:(\d+(?:\.\d+)?|nan|inf))?"
-                  r"(?: train_loss:(\d+(?:\.\d+)?|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)", re.M)
+NUMBER = r"\d+(?:\.\d+)?"
+STEP = re.compile(rf"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:({NUMBER}|nan|inf))?"
+                  rf"(?: train_loss:({NUMBER}|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)", re.M)
 TWO_LINES = re.compile(r"(step:\d+/\d+)( \w+_loss:\S+)\n\1( train_time:\d+ms step_avg:\S+)$", re.M)
 
 
@@ -136,7 +137,7 @@ def read_run(path: Path) -> Run:
             run.ms[step] = ms
         if trained:
             run.training[step] = float(trained)
-    few = re.search(r"^step:(\d+)/\1 val_tokens:(\d+) val_loss:(\d+(?:\.\d+)?)$", lines, re.M)
+    few = re.search(rf"^step:(\d+)/\1 val_tokens:(\d+) val_loss:({NUMBER})$", lines, re.M)
     if few and run.total in run.losses:
         run.facts[FEW], run.few = few[2], float(few[3])
     if not (headers or run.ms or run.losses):

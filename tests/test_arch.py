@@ -98,11 +98,10 @@ def make_trainer(folder, *args):
     tokens[::300] = 512
     for name in "train", "val":
         oracles.write_shard(Path(folder) / f"{name}.bin", tokens)
-    config = T.parse_config([
-        "--cuda_graphs=false", "--bigram_normal=false", "--vocab_size=513", "--candidates=8", *args,
-        "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2", "--val_tokens=512",
-        "--val_batch_tokens=512", f"--train_files={folder}/train.bin", f"--val_files={folder}/val.bin",
-        *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))])
+    config = T.parse_config(["--cuda_graphs=false", "--bigram_normal=false", "--vocab_size=513", "--candidates=8",
+                             *args, "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2",
+                             "--val_tokens=512", "--val_batch_tokens=512", f"--train_files={folder}/train.bin",
+                             f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))])
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
     return launched, T.Trainer(with_knobs(config, device="cpu"), Runtime(0, 1, torch.device("cpu")),
                                SimpleNamespace(line=print), ops, Stopwatch(0.0))

@@ -106,10 +106,9 @@ def test_our_log():
         "final_val_loss: 4.2500\ngpu_seconds: 0.150\ntokens: 1234\ncheckpoint: a/b\n"))
     assert run.finished and run.losses == {0: 5.9, 3: 4.5, 5: 4.25} and run.ms == {k: 30 * k for k in range(6)}
     assert (run.tokens, run.loss) == (1234, 4.25)
-    assert run.facts == {
-        "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": "None", "triton": "3.7.1", "gpus": "none",
-        "hardware": "x86_64", "hardware_fp8": "no", "ranks": "1", "muon_lr": "0.023", "seed": "7", "resume": "",
-        "kernels.XXT": "torch", "kernels.head": "float32"}
+    assert run.facts == {"python": "3.11.7", "torch": "2.13.0+cpu", "cuda": "None", "triton": "3.7.1", "gpus": "none",
+                         "hardware": "x86_64", "hardware_fp8": "no", "ranks": "1", "muon_lr": "0.023", "seed": "7",
+                         "resume": "", "kernels.XXT": "torch", "kernels.head": "float32"}
     assert run.source.startswith(fake) and run.source.endswith("y = 2\n\n")
     assert run.training == {k: 5 + k / 10 for k in range(1, 6)} and run.seconds == {0: 0, 3: 0.09, 5: 0.15}
     older = read_run(write("a.txt", re.sub(  # as before November 28, 2026: one line for both, no training loss
@@ -359,7 +358,8 @@ def test_exchange():
     assert rows == [
         ["against the baseline (95 %)", "tokens", "loss", "time s", "tokens saved %", "net time s"],
         ["wide", "1000000", "-0.0367 (-0.0439 to -0.0294)", "+1.100 (+0.663 to +1.537)", "+8.70 (+7.17 to +10.20)",
-         "+0.126 (-0.396 to +0.648)"], ["one", "1000000", "-0.2100 (–)", "+0.900 (–)", "+40.61 (–)", "-3.567 (–)"]]
+         "+0.126 (-0.396 to +0.648)"],
+        ["one", "1000000", "-0.2100 (–)", "+0.900 (–)", "+40.61 (–)", "-3.567 (–)"]]
     assert f"\n\n{line}\n\n| against the baseline" in compare.report(used, 3.28, ["short", "long"])
     assert warnings == ["exchange: short and long differ not only in length but in muon_warmup"]
     compare.exchange({"a": made((3.4, 3.1), None, 10), "b": made((3.3, 3.1), None, 20)}, "ab", warnings := [])

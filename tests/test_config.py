@@ -162,7 +162,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--preset=cpu --bigram_normal=1": "--vocab_size=257: --bigram_normal needs .* add --bigram_normal=false",
     "--vocab_size=50256": "--vocab_size=50256: --bigram_normal needs .* add --bigram_normal=false",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
-        "all layers are without attention", "--stages=2": "--split_stage=4: must be one of the stages, 1 to 2",
+        "all layers are without attention",
+    "--stages=2": "--split_stage=4: must be one of the stages, 1 to 2",
     "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
     "--val_tokens=1000": "--val_tokens=1000 --val_batch_tokens=262144: the first must be a multiple of the second",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",

@@ -69,9 +69,11 @@ def codes_of(good):
 
 SQUARE, NARROW = zeros(8, 8), zeros(128, 64)
 WORDS = [  # operation, what is changed in its good call, the message
-    ("mlp", dict(W2=None), "W2 must be a tensor, got None"), ("mlp", dict(x=zeros(6, 8, dtype=torch.float64)),
+    ("mlp", dict(W2=None), "W2 must be a tensor, got None"),
+    ("mlp", dict(x=zeros(6, 8, dtype=torch.float64)),
      r"x must be contiguous torch.bfloat16 or torch.float32 of shape \(6, 8\) on cpu, got torch.float64 of shape \(6, 8"
-     r"\), strides \(8, 1\) on cpu"), ("ba_plus_cAA", dict(P=SQUARE, out=SQUARE), "out must not be P"),
+     r"\), strides \(8, 1\) on cpu"),
+    ("ba_plus_cAA", dict(P=SQUARE, out=SQUARE), "out must not be P"),
     ("transpose_copy", dict(src=SQUARE, dst=SQUARE), "dst must not be src"),
     ("transpose_add", [zeros(2, 2, dtype=torch.int32)] * 2, "src must be .* got torch.int32"),
     ("mlp", dict(x=zeros(0, 64)), "N must be above 0"), ("mlp", dict(W1=zeros(18, 64), W2=zeros(18, 64)), "16 bytes"),

@@ -95,8 +95,7 @@ def numbers_of_numpy():
     """Inside this context torch draws from NumPy: one seed gives torch other numbers on other devices."""
     rng = np.random.RandomState(3)
     return patch.multiple(
-        torch.Tensor,
-        normal_=lambda x, mean=0.0, std=1.0, generator=None: x.copy_(
+        torch.Tensor, normal_=lambda x, mean=0.0, std=1.0, generator=None: x.copy_(
             torch.from_numpy(mean + std * rng.standard_normal(x.shape))),
         uniform_=lambda x, low, high, generator=None: x.copy_(torch.from_numpy(rng.uniform(low, high, x.shape))))
 

@@ -241,10 +241,9 @@ def test_a_micro_step_in_fp8(tmp_path, device):
     """All parts of a run in FP8: with the sums by kernels the same gradients as with plain sums, within the noise of
     codes. A tensor without memory that somebody reads would make them NaN."""
     def gradients(mix):
-        config = T.parse_config([
-            "--preset=cpu", *test_guard.GUARD, *corpus, "--model_dim=64", "--micro_batches=1",
-            "--stage1.batch_tokens=96", f"--device={device.type}", "--dtype=bfloat16", "--fp8=true", "--fp8_mlp=true",
-            "--fp8_qkv=true", f"--kernels=mix:{mix}"])
+        config = T.parse_config(["--preset=cpu", *test_guard.GUARD, *corpus, "--model_dim=64", "--micro_batches=1",
+                                 "--stage1.batch_tokens=96", f"--device={device.type}", "--dtype=bfloat16",
+                                 "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true", f"--kernels=mix:{mix}"])
         ops, _ = tk.choose_ops(device, config.system.kernels)
         rt = Runtime(0, 1, torch.empty(0, device=device).device)  # with the index of the GPU
         trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, Stopwatch(0.0))

@@ -108,7 +108,7 @@ def scaled(config, tokens, gpus=1.0):
         stages.append(dataclasses.replace(stage, batch_tokens=batch, lr_mul=round(stage.lr_mul * factor, 4)))
     larger = dataclasses.replace(schedule, stages=tuple(stages))
     beta2 = config.optim.table_beta2 ** (total_tokens(larger) / total_tokens(schedule))
-    # The warm-up may be longer than the run. As a part of a run of another length, it must be below 1.
+    # A warm-up in steps may be longer than its run. It becomes a fraction of a run, which must be below 1.
     total = max(stage_starts(schedule)[-1], 1 + sum(momentum_steps(schedule)))
     periods = "muon_warmup", "muon_cooldown"
     parts = {key: round(getattr(schedule, key) / total, 4) for key in periods if getattr(schedule, key) >= 1}
