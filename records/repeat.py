@@ -95,7 +95,7 @@ def search(arguments) -> dict[str, list[str]]:
 def parse(argv) -> Series:
     given, labels = {"--repeat": "", "--exchange": "", "--seed": ""}, {}
     race = "--race" in argv
-    settings = ["--minutes=1", "--val_every=.05", "--val_share=0", "--val_tokens=2097152"] if race else []
+    settings = ["--minutes=1", "--micro_batches=0", "--val_every=.05", "--val_share=0", "--val_tokens=2097152"] * race
     common = own = ["--log_dir=logs", *settings]
     for argument in joined(argv):
         key, _, value = argument.partition("=")

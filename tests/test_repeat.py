@@ -291,7 +291,7 @@ def test_a_race(folder, train):
 globals()["log"] = log"""
     done = train(["", "--race", "--repeat=2", "--depth=4"], CUDA_VISIBLE_DEVICES="0", BEFORE=log)
     assert done.status == 0 and done.runs == ["record74.1", "ours.1", "record74.2", "ours.2"]
-    words = ["--log_dir=logs", "--minutes=1", "--val_every=.05", "--val_share=0", "--val_tokens=2097152"]
+    words = "--log_dir=logs --minutes=1 --micro_batches=0 --val_every=.05 --val_share=0 --val_tokens=2097152".split()
     assert [call["plan"] for call in done.calls[:2]] == [
         [*words, "--depth=4", f"--preset={preset}"] for preset in ("record74", "single")]
     assert [line.replace("|", "").split() for line in done.out.splitlines()[2:4]] == [
