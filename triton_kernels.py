@@ -2280,7 +2280,7 @@ pointer_inputs = operation(
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
 # Scales of record 74 (PR 207), that of the gradient times loss_scale. A normed h is at most √D, so 100 is out of reach
-# up to 10000 channels. Weights beyond ±W_LIMIT saturate; the log counts them. .75 is about 23 / 7.5 / 4, the largest
+# up to 10000 channels. Weights beyond ±W_LIMIT saturate; the log tells of many. .75 is about 23 / 7.5 / 4, the largest
 # gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
 W_LIMIT = 1.6
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
@@ -2561,9 +2561,9 @@ class HeadLoss(WeightCodes):
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
             super().__init__(weight.detach, self.scale_w.view(1, 1), static=True)
 
-    def count_beyond(self) -> int:
-        """Number of weights that the codes saturate."""
-        return int((self.weight.detach().abs() > W_LIMIT).sum()) if self.fp8 else 0
+    def share_beyond(self) -> float:
+        """Part of the weights that the codes saturate."""
+        return int((self.weight.detach().abs() > W_LIMIT).sum()) / self.weight.numel() if self.fp8 else 0.0
 
     def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None, codes=None):
         if exact:
