@@ -58,8 +58,7 @@ def test_any_text_reads_back(header, monkeypatch, prompt):
     words = shlex.split(rerun.value_of(run.facts["command"]))
     assert words == ["train_gpt.py", "--preset=cpu", "--log_dir=logs", f"--sample_prompt={prompt}"]
     knobs = {key: rerun.value_of(run.facts[key]) for key in flatten(config)}
-    again = override(T.PRESETS["record74"].config, knobs)
-    assert again == with_knobs(config, log_dir="logs") and not run.finished
+    assert override(T.PRESETS["record74"].config, knobs) == with_knobs(config, log_dir="logs") and not run.finished
     path = prompt.startswith(("/", "..", "~"))
     assert rerun.value_of(run.facts["env.TORCH_TEXT"]) == (published(prompt) if path else prompt)
     # The lines are those of any reader, and an editor may strip them.

@@ -137,8 +137,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     loss.backward()
 
     params = params_of(exact)
-    borders = [0, *np.cumsum(LENGTHS)]
-    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows["bigram_embed"],
+    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows["bigram_embed"],
                                      mtp_weights=WEIGHTS, loss_scale=KAPPA, **settings)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=loss_bound)

@@ -403,8 +403,7 @@ def test_what_is_no_text_is_skipped_counted_and_named(tiny, corpus, tmp_path, ca
     monkeypatch.setattr("builtins.open", lambda path, *args, **options: opened(
         tmp_path / "no folder" / "file" if Path(path).name == "closed" else path, *args, **options))
     assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(tiny / "n")) == texts
-    warnings = re.findall("^warning: (.*)$", capsys.readouterr().out, re.M)
-    assert sorted(warnings) == [
+    assert sorted(re.findall("^warning: (.*)$", capsys.readouterr().out, re.M)) == [
         "skipped 1 files that cannot be read, such as 'closed'",
         "skipped 2 hidden files and folders, such as '.git', '.hidden'",
         "skipped 3 empty files, such as 'blank', 'mark', 'nothing'",

@@ -19,6 +19,7 @@ import test_guard
 import train_gpt as T
 from data import prepare
 from data.run.config import flatten
+from data.run.memory import needed_memory
 from data.run.program import UserError
 from oracles import write_library
 from records import compare, evaluate, repeat, rerun
@@ -151,7 +152,7 @@ def execute(command, corpus, *more, cwd=ROOT, **env):
 
 
 def test_output(corpus, tmp_path):
-    """A small run prints the lines that the guide shows; --check prints the rows of its table."""
+    """A small run prints the lines that the guide shows, --check the rows of its table. Its table of MiB is today's."""
     def parts(text, first):
         line = re.sub(r"\d[\d.]*", "0", re.search(first, text, re.M)[0])
         return line, re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b|^(\S[\w ]*?) *\|", text, re.M)
@@ -161,6 +162,10 @@ def test_output(corpus, tmp_path):
     table = next(block for block in code(GUIDE, "text") if block.startswith("what "))
     for out, shown, first in (run, code(GUIDE, "text")[0], r"^step:.*val_loss.*$"), (check, table, r"\A.*"):
         assert parts(out, first) == parts(shown, first) and len(parts(shown, first)[1]) > 8
+    table = re.findall(r"^\| (\d+)" + r" \| (\d{4,5})" * 5 + r" \|$", GUIDE, re.M)
+    memory = [needed_memory(T.parse_config(f"--preset=single --micro_batches={row[0]} --ngram_rows={n},{n}".split()), 1)
+              for row in table for n in ("5e5", "1e6", "2e6", "4e6", "8e6")]
+    assert len(table) == 6 and [f"{mib:.0f}" for _, mib in memory] == [mib for row in table for mib in row[1:]]
 
 
 DIFFS = code(README + GUIDE, "diff")  # a parameter, an activation, Adam for a bank, a kernel, a stage, a preset

@@ -381,8 +381,7 @@ def test_rates_of_our_kernels(fp8):
 
 
 def test_the_kernels_of_work_exist():
-    source = Path(triton_kernels.__file__).read_text()
-    launched = set(re.findall(r"^\s+(_\w+_kernel)\[", source, re.M))
+    launched = {*re.findall(r"^\s+(_\w+_kernel)\[", Path(triton_kernels.__file__).read_text(), re.M)}
     assert {kernel for kernels, _ in trace.WORK.values() for kernel in kernels.split()} < launched
 
 

@@ -52,8 +52,9 @@ def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
 
 def estimate_memory(config, sizes, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels. Runs
-    on an H200 allocated 2.3 % less to .8 % more, and reserved .5 to 5.8 % more (records/2026-11-29_pairs). The numbers
-    of activations that autograd keeps per layer, with attention and without, are fits."""
+    on an H200 allocated 2.3 % less to .8 % more, and reserved 7 % less to 7 % more, with sequences of 4096 tokens 16 %
+    (records/2026-11-29_pairs, records/2026-11-30_proof). The numbers of activations that autograd keeps per layer, with
+    attention and without, are fits."""
     (weights, state, codes, few), system, V = sizes, config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
