@@ -73,7 +73,7 @@ def test_temperature_seed_and_top_k(trained):
         return oracles.softcapped_logits(params, h)[4:, :256]
     greedy, free, three = text(count=100), text(3.0), text(9.0, 3)
     assert greedy == logits(greedy).argmax(1).tolist() and len(set(greedy)) > 20
-    assert text(3.0, 1) == text(1e-4) == greedy[:10] and text(3.0, 10**6) == free
+    assert text(3.0, 1) == text(1e-4) == text(1e-50) == greedy[:10] and text(3.0, 10**6) == free
     assert free not in (text(3.0, 0, 2), text(1.0), greedy[:10])
     ranks = {row.topk(3).indices.tolist().index(id) for id, row in zip(three, logits(three))}  # there is no fourth
     assert len(ranks) > 1

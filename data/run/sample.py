@@ -67,8 +67,8 @@ def generate(model, config, attention, ids, count, temperature, top_k):
         z = log_probabilities(model, output, len(document) - 1)[:separator].cpu()
         if top_k:
             z[z < z.topk(min(top_k, separator)).values[-1]] = -torch.inf
-        if temperature:
-            ids.append(int(torch.multinomial(torch.softmax(z / temperature, 0), 1, generator=generator)))
+        if temperature:  # z must stay finite
+            ids.append(int(torch.multinomial(torch.softmax(z / max(temperature, 1e-30), 0), 1, generator=generator)))
         else:
             ids.append(int(z.argmax()))
         yield ids[-1]
