@@ -1491,9 +1491,9 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
     loss, clock = trainer.run()
     trainer.update_graphs.drop()
     phases |= clock.paused_seconds
-    if (beyond := trainer.head.share_beyond()) > 1e-5:  # below a millionth in the presets' runs
-        log.line(f"warning: {beyond:.3%} of the head's weights are beyond ±{kernels.W_LIMIT:g}, the range of their FP8"
-                 " codes: training has read them as this limit; --fp8=false reads them as they are")
+    if trainer.head.saturates():
+        log.line(f"warning: more than .001 % of the head's weights are beyond ±{kernels.W_LIMIT:g}, the range of their"
+                 " FP8 codes: training has read them as this limit; --fp8=false reads them as they are")
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and trainer.shared:

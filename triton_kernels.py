@@ -2561,9 +2561,9 @@ class HeadLoss(WeightCodes):
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
             super().__init__(weight.detach, self.scale_w.view(1, 1), static=True)
 
-    def share_beyond(self) -> float:
-        """Part of the weights that the codes saturate."""
-        return int((self.weight.detach().abs() > W_LIMIT).sum()) / self.weight.numel() if self.fp8 else 0.0
+    def saturates(self) -> bool:
+        """Whether the codes saturate for more than 1e-5 of the weights; it is under 1e-6 in runs of the presets."""
+        return self.fp8 and int((self.weight.detach().abs() > W_LIMIT).sum()) > 1e-5 * self.weight.numel()
 
     def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None, codes=None):
         if exact:

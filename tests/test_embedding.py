@@ -87,5 +87,4 @@ def test_update_rows(rows, width, update, device):
         idle = (g == 0).all(1)
         assert all(torch.equal(new[idle], old[idle]) for new, old in zip((p, v, last), before))
         assert (last[~idle] == t).all()
-    caught_up = v.double() * beta2 ** (7 - last.double())
-    torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(v.double() * beta2 ** (7 - last.double()), exact_v, rtol=1e-5, atol=1e-7)

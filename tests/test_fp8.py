@@ -6,6 +6,7 @@ definition of the formats.
 """
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -380,11 +381,11 @@ def test_bytes_of_the_codes():
     assert state_bytes(config, T.param_table(config.model))[2] == made
 
 
-@pytest.mark.parametrize("share", [1e-5, 1.234e-3])
-def test_a_warning_of_many_weights_beyond_the_codes_of_the_head(tmp_path, monkeypatch, fp8_training, share):
-    head = tk.HeadLoss(torch.nn.Parameter(torch.tensor([[-1.75, 1.0], [1.5, 1.625]]).bfloat16()), torch.bfloat16, True)
-    assert head.share_beyond() == 0.5
-    monkeypatch.setattr(tk.HeadLoss, "share_beyond", lambda self: share)
+@pytest.mark.parametrize("limit", [1.6, 0.004])
+def test_a_warning_of_many_weights_of_the_head_beyond_the_codes(tmp_path, monkeypatch, fp8_training, limit):
+    monkeypatch.setattr(tk, "W_LIMIT", limit)
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--fp8=true"])
     text = train(corpus, tmp_path / "logs").text
-    assert ("\nwarning: 0.123% of the head's weights are beyond ±1.6, " in text) == (share > 1e-5)
+    assert len(re.findall("^warning: more than .001 % of the .* are beyond ±0.004, ", text, re.M)) == (limit < 1)
+    weight = torch.nn.Parameter(torch.tensor([[-1.75, 0.01, *[0.0] * 99998]]).bfloat16())
+    assert tk.HeadLoss(weight, torch.bfloat16, True).saturates() == (limit < 1)
