@@ -151,8 +151,7 @@ def test_attention_production(N, H, window, cap, d, dv, device):
 def test_scores_up_to_the_bound(device):
     """|scale · q · k| just below 80: the result is right without a running maximum."""
     q, k, v, gate, dy = inputs(40, 1, 16, device, FP32)
-    signs = torch.randn(40, 1, 1).sign().to(device)
-    x = torch.full_like(q, 5.0), (8.2 * signs).expand(40, 1, 16), v, gate, dy
+    x = torch.full_like(q, 5.0), 8.2 * torch.randn(40, 1, 1).sign().to(device).expand(40, 1, 16), v, gate, dy
     cu = borders(10, 30).to(device)
     check(x, cu, 25, oracle(*x, cu, 25))
 

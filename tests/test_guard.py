@@ -207,7 +207,8 @@ def polar_coefficient(monkeypatch):
 BREAKS = {
     "softcap 22.9": lambda monkeypatch: monkeypatch.setattr(kernels, "CAP", 22.9),
     "window short by one": attention(7, lambda window: window - 1),
-    "no key offset": attention(10, lambda offset: False), "phases of paired heads": swapped_phases,
+    "no key offset": attention(10, lambda offset: False),
+    "phases of paired heads": swapped_phases,
     "K6 not rounded": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self),
     "Polar Express, one coefficient": polar_coefficient,
     "rate of the value tables": lambda monkeypatch: monkeypatch.setattr(

@@ -128,8 +128,7 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device):
         idle[seen[occurred]] = False
         assert all(torch.equal(new[idle], old[idle]) for new, old in zip((table, v, last), before))
         assert (last[seen[occurred]] == t).all()
-    caught_up = v[seen].double() * beta2 ** (5 - last[seen].double())
-    torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(v[seen].double() * beta2 ** (5 - last[seen].double()), exact_v, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("orders, signed", [(1, True), (2, False), (2, True), (3, True)])

@@ -487,13 +487,15 @@ def test_shards_that_cannot_be_exchanged_stay(tiny, capsys, how):
     assert before == {path: os.path.isdir(path) or path.read_bytes() for path in (tiny / "n").iterdir()}
 
 
-def test_text_beside_its_shards(data):
-    """A second build is equal to the first, whose files are no text."""
+def test_text_beside_its_shards(data, capsys):
+    """A second build is equal to the first, whose files are no text. A file of the user stays."""
     (data / "n").mkdir()
     (data / "n/text.txt").write_text("".join(f"line {i}\n" for i in range(20_000)))
-    built = [(prepare.main(["text", str(data / "n"), "--out", "n", "--tokenizer", "bytes"]), contents(data))
-             for _ in range(2)]
+    built = [(prepare_text(data / "n", "--out", "n"), contents(data)) for _ in range(2)]
     assert built[0] == built[1] and built[0][0] == 0
+    (data / "n/n_val_mine.bin").write_text("my notes")
+    assert prepare_text(data / "n", "--out", "n") == 1
+    assert "n_val_mine.bin: --out n would replace this file" in one_line(capsys)
 
 
 @pytest.mark.parametrize("count, large, reason", [
